@@ -1,0 +1,72 @@
+# Prism: the targets a newcomer needs. `make demo` and `make test` set everything up by themselves.
+#
+#   PRISM_TORCH   the requirement(s) handed to pip for torch, e.g. "torch==2.13.0" or the path of a wheel
+#   PYTHON        the interpreter for the virtual environment (3.11 or newer); found when not given
+#   ARGS          extra arguments of `make demo` (examples/demo.py) and `make test` (pytest)
+
+PRISM_TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+EXAMPLE_PLUGIN := $(wildcard plugins/example)
+# One stamp for each torch requirement: asking for another torch sets up again.
+STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.' '-')
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint clean
+
+help:
+	@echo 'make demo    observe, record, calibrate, emulate and compare a small GPT (set-up included)'
+	@echo 'make test    run every test (set-up included)'
+	@echo 'make setup   create $(VENV) with torch, Prism and its test tools'
+	@echo 'make lint    ruff, mypy and the import contracts'
+	@echo 'make clean   remove $(VENV), caches and what the demo wrote'
+
+setup: $(STAMP)
+
+# The first interpreter of 3.11 or newer that can make a virtual environment. 3.11 comes first: torch has wheels for it
+# the longest. A name on PATH may be a stub that cannot run, so each one is tried.
+FIND_PYTHON = for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 python3 python; do \
+	[ -n "$$candidate" ] || continue; \
+	if "$$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+		echo "$$candidate"; exit 0; \
+	fi; \
+	done
+
+$(STAMP): pyproject.toml $(wildcard plugins/example/pyproject.toml)
+	@set -eu; \
+	if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
+		python=$$($(FIND_PYTHON)); \
+		if [ -z "$$python" ]; then \
+			echo 'error: no Python 3.11 or newer with the venv and ensurepip modules was found.' >&2; \
+			echo '       Install one (Debian: python3.11-venv) or name it: make PYTHON=/path/to/python setup' >&2; \
+			exit 1; \
+		fi; \
+		echo "==> creating $(VENV) with $$("$$python" --version)"; \
+		rm -rf $(VENV); \
+		"$$python" -m venv $(VENV); \
+	fi
+	@echo '==> installing $(PRISM_TORCH)'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PRISM_TORCH)
+	@echo '==> installing Prism, its test tools and the example plugin'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+		-e '.[test]' $(addprefix -e ,$(EXAMPLE_PLUGIN))
+	@$(BIN)/python -c 'import torch, prismtrace, prism_sdk; print("==> ready: torch", torch.__version__)'
+	@rm -f $(VENV)/.prism-*
+	@touch $@
+
+demo: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
+
+test: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,242 @@
+"""The abstract classes that a plugin implements: strategies, replay backends and framework adapters.
+
+It holds no implementation and imports no framework: what ships in the box is under ``prism_sdk.builtin``,
+and the objects that the runtime hands to a plugin (the contexts) are implemented under ``prism_sdk.runtime``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+__all__ = [
+    "AdapterHook",
+    "CalibrationContext",
+    "CalibrationPass",
+    "CalibrationResult",
+    "CalibrationStrategy",
+    "FrameworkAdapter",
+    "ReplayBackend",
+    "ReplayContext",
+    "ReplaySession",
+    "UnitNamer",
+]
+
+
+# --- calibration -----------------------------------------------------------------------------------------------
+
+
+class CalibrationContext(abc.ABC):
+    """What a calibration strategy may see and do. The runtime implements it."""
+
+    @property
+    @abc.abstractmethod
+    def graph_path(self) -> Path:
+        """The bare graph to calibrate."""
+
+    @property
+    @abc.abstractmethod
+    def output(self) -> Path:
+        """Where the strategy writes the calibrated graph."""
+
+    @property
+    @abc.abstractmethod
+    def work_dir(self) -> Path:
+        """A private folder for intermediate files; removed after the calibration."""
+
+    @property
+    @abc.abstractmethod
+    def world_size(self) -> int:
+        """The number of ranks in the graph."""
+
+    @property
+    @abc.abstractmethod
+    def num_slots(self) -> int:
+        """How many ranks the machine at hand can run for real at once."""
+
+    @property
+    @abc.abstractmethod
+    def options(self) -> Mapping[str, str]:
+        """The user's ``-O key=value`` pairs."""
+
+    @abc.abstractmethod
+    def run_slice(self, ranks: Sequence[int], *, graph_path: Path, label: str) -> Path:
+        """Run ``ranks`` for real with every other rank virtual, and return the emulated trace.
+
+        Args:
+            ranks: the ranks to run at once; at most ``num_slots``.
+            graph_path: the graph that the virtual ranks follow (bare, or calibrated by an earlier pass).
+            label: a short name for progress messages and file names.
+
+        Returns:
+            The path of a trace of graph kind EMULATED inside ``work_dir``, with data of ``ranks`` only.
+
+        Raises:
+            PrismError: the ranks failed or did not follow the graph.
+        """
+
+    @abc.abstractmethod
+    def report(self, message: str) -> None:
+        """Show one line of progress to the user."""
+
+
+@dataclass(frozen=True)
+class CalibrationPass:
+    """One pass over all slices. ``change_percent`` is against the pass before it; absent for the first."""
+
+    index: int
+    change_percent: float | None
+    predicted_step_ns: int
+    step_low_ns: int
+    step_high_ns: int
+
+
+@dataclass(frozen=True)
+class CalibrationResult:
+    """What a calibration found. The interval ``step_low_ns`` to ``step_high_ns`` is a 95 % confidence interval."""
+
+    output: Path
+    passes: tuple[CalibrationPass, ...]
+    predicted_step_ns: int
+    step_low_ns: int
+    step_high_ns: int
+    converged: bool
+
+
+class CalibrationStrategy(abc.ABC):
+    """Finds the times of every unit of a graph by running a few ranks at a time."""
+
+    name: str
+    """What the user types after ``--strategy``."""
+    description: str
+    """One line for ``prism plugins``."""
+
+    @abc.abstractmethod
+    def calibrate(self, context: CalibrationContext) -> CalibrationResult:
+        """Write the calibrated graph to ``context.output`` and say how good it is.
+
+        Raises:
+            CalibrationError: this graph cannot be calibrated by this strategy.
+        """
+
+
+# --- replay ----------------------------------------------------------------------------------------------------
+
+
+class ReplayContext(Protocol):
+    """What a replay backend may see when one sandbox rank starts. The runtime implements it."""
+
+    @property
+    def graph_path(self) -> Path:
+        """The calibrated graph."""
+
+    @property
+    def rank(self) -> int:
+        """The sandbox rank that this session serves."""
+
+    @property
+    def sandbox(self) -> Sequence[int]:
+        """All sandbox ranks, ascending."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the graph."""
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        """The user's ``-O key=value`` pairs."""
+
+
+class ReplaySession(abc.ABC):
+    """Stands in for the rest of the job beside one sandbox rank, from its start to its end."""
+
+    @abc.abstractmethod
+    def hold_until(self, deadline_ns: int) -> int:
+        """Hold the caller until ``time.monotonic_ns()`` reaches ``deadline_ns``.
+
+        Returns:
+            The lateness: how many nanoseconds after the deadline it returned, 0 when on time.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Release what the session holds. May be called more than once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class ReplayBackend(abc.ABC):
+    """Makes a communication of a sandbox rank take the time that the graph says."""
+
+    name: str
+    """What the user types after ``--backend``."""
+    description: str
+    """One line for ``prism plugins``."""
+
+    @abc.abstractmethod
+    def open(self, context: ReplayContext) -> ReplaySession:
+        """Start a session for one sandbox rank; called once in that rank's process."""
+
+
+# --- framework adapters ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AdapterHook:
+    """One place in a framework that an adapter wraps: ``attribute`` is a dotted path inside ``module``.
+
+    Versions are those of the framework's distribution; absent means no bound. A hook that is missing lowers the
+    declared fidelity of the trace (``required``) or nothing at all; it never stops the training.
+    """
+
+    module: str
+    attribute: str
+    required: bool = True
+    min_version: str | None = None
+    max_version: str | None = None
+
+
+class UnitNamer(Protocol):
+    """Where an adapter says what the rank is doing. The runtime implements it; both calls are cheap."""
+
+    def enter(
+        self,
+        phase: str,
+        *,
+        microbatch: int | None = None,
+        stage: int | None = None,
+        model_chunk: int | None = None,
+        label: str | None = None,
+    ) -> None:
+        """From now on the rank's units belong to ``phase`` (forward, backward, optimizer, other)."""
+
+    def leave(self) -> None:
+        """End the innermost ``enter``."""
+
+
+class FrameworkAdapter(abc.ABC):
+    """Gives a framework's own names (microbatch, stage, phase) to the units of a trace. It never adds units."""
+
+    name: str
+    """What the user types after ``--adapter``."""
+    description: str
+    """One line for ``prism plugins``."""
+
+    @abc.abstractmethod
+    def hooks(self) -> Sequence[AdapterHook]:
+        """The places in the framework that this adapter wraps. Must not import the framework."""
+
+    @abc.abstractmethod
+    def activate(self, namer: UnitNamer) -> AbstractContextManager[None]:
+        """Wrap the hooks; the returned context manager restores every one of them on exit."""

@@ -1,0 +1,159 @@
+"""``prism info``: prints what a trace holds. Comparing and checking are other commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.errors import ExitCode
+
+if TYPE_CHECKING:
+    from prismtrace import TraceReader
+
+_MAX_ROWS = 16
+
+
+@click.command("info")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--all", "show_all", is_flag=True, help="Show every rank and group, not the first 16.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def command(file: Path, show_all: bool, as_json: bool) -> int:
+    """Show what a trace holds: its kind, ranks, process groups, steps, and where it comes from.
+
+    Files of a run that was cut off are shown as far as they go.
+
+    \b
+    Example:
+        prism info real.prism
+    """
+    from prismtrace import TraceReader
+
+    with TraceReader(file, allow_unfinished=True) as reader:
+        values = describe(reader, file=file)
+    if as_json:
+        echo_json(values)
+    else:
+        _show(values, limit=None if show_all else _MAX_ROWS)
+    return ExitCode.OK
+
+
+def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
+    """What ``prism info --json`` prints. Absent values are null."""
+    ranks = [_describe_rank(reader, rank) for rank in reader.ranks]
+    medians = sorted(rank["step_ns_median"] for rank in ranks if rank["step_ns_median"] is not None)
+    groups = [
+        {
+            "group_id": f"{group.group_id:016x}",
+            "name": group.name,
+            "description": group.description,
+            "backend": group.backend,
+            "ranks": [int(rank) for rank in group.ranks],
+        }
+        for group in reader.groups.values()
+    ]
+    return {
+        "file": str(file),
+        "size_bytes": file.stat().st_size,
+        "format_version": reader.format_version,
+        "graph_kind": reader.graph_kind.name.lower(),
+        "world_size": int(reader.world_size),
+        "finished": bool(getattr(reader, "finished", True)),
+        "num_units": sum(rank["num_units"] for rank in ranks),
+        "step_ns_median": medians[len(medians) // 2] if medians else None,
+        "ranks": ranks,
+        "groups": groups,
+        "metadata": dict(sorted(reader.metadata.items())),
+    }
+
+
+def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
+    import numpy as np
+
+    from prismtrace import ABSENT
+
+    steps = reader.steps(rank)
+    timed = (steps.start_ns != ABSENT) & (steps.end_ns != ABSENT)
+    durations = (steps.end_ns - steps.start_ns)[timed]
+    peaks = steps.memory_peak_bytes[steps.memory_peak_bytes != ABSENT]
+    losses = steps.loss[~np.isnan(steps.loss)]
+    numbers = steps.step
+    return {
+        "rank": int(rank),
+        "num_units": int(reader.num_units(rank)),
+        "num_steps": len(steps),
+        "first_step": int(numbers.min()) if len(steps) else None,
+        "last_step": int(numbers.max()) if len(steps) else None,
+        "step_ns_median": int(np.median(durations)) if len(durations) else None,
+        "step_ns_min": int(durations.min()) if len(durations) else None,
+        "step_ns_max": int(durations.max()) if len(durations) else None,
+        "loss_first": float(losses[0]) if len(losses) else None,
+        "loss_last": float(losses[-1]) if len(losses) else None,
+        "memory_peak_bytes": int(peaks.max()) if len(peaks) else None,
+    }
+
+
+def _show(values: dict[str, Any], *, limit: int | None) -> None:
+    metadata: dict[str, str] = values["metadata"]
+    size = format_bytes(values["size_bytes"])
+    version = values["format_version"]
+    shown_version = ".".join(map(str, version)) if isinstance(version, tuple | list) else str(version)
+    state = "" if values["finished"] else ", unfinished (prism recover saves it)"
+    click.echo(f"{values['file']}: {values['graph_kind']} graph, format {shown_version}, {size}{state}")
+    ranks, groups = values["ranks"], values["groups"]
+    click.echo(f"ranks: {len(ranks)} of {values['world_size']}, {values['num_units']} units")
+    if values["step_ns_median"] is not None:
+        click.echo(f"step: {format_ns(values['step_ns_median'])} (median)")
+    rows = []
+    for rank in ranks[:limit]:
+        span = "" if rank["first_step"] is None else f"{rank['first_step']}..{rank['last_step']}"
+        times = [format_ns(rank[key]) for key in ("step_ns_median", "step_ns_min", "step_ns_max")]
+        loss = "-" if rank["loss_last"] is None else f"{rank['loss_last']:.6g}"
+        rows.append((rank["rank"], rank["num_units"], span, *times, loss, format_bytes(rank["memory_peak_bytes"])))
+    if rows:
+        headers = ("rank", "units", "steps", "step median", "min", "max", "last loss", "peak memory")
+        click.echo()
+        echo_table(headers, rows, right=range(8))
+        _show_rest(len(ranks) - len(rows), what="ranks")
+    if groups:
+        click.echo()
+        table = [
+            (group["name"], group["description"], group["backend"], len(group["ranks"]), _ranks_text(group["ranks"]))
+            for group in groups[:limit]
+        ]
+        echo_table(("group", "description", "backend", "size", "ranks"), table, right=(3,))
+        _show_rest(len(groups) - len(table), what="groups")
+    if metadata:
+        click.echo()
+        for key, value in metadata.items():
+            click.echo(f"{key} = {_short(value)}")
+
+
+def _show_rest(number: int, *, what: str) -> None:
+    if number > 0:
+        click.echo(f"... and {number} more {what} (--all shows them)")
+
+
+def _ranks_text(ranks: list[int]) -> str:
+    """``0-3,8``: runs of consecutive ranks in the group's own order."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
+    return _short(text, limit=40)
+
+
+def _short(text: str, *, limit: int = 100) -> str:
+    try:
+        parsed = json.loads(text)
+        text = " ".join(map(str, parsed)) if isinstance(parsed, list) else text
+    except ValueError:
+        pass
+    text = text.replace("\n", " ")
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,32 @@
+"""``prism observe``: options and help. Running is the launcher's work."""
+
+from __future__ import annotations
+
+import click
+
+from prism_sdk.cli.launching import launch_command, option
+from prism_sdk.runtime.config import LaunchMode
+
+PAYLOADS = option(
+    "--payloads",
+    type=click.Choice(["full", "results", "none"]),
+    help="Which communicated values go into the trace: every rank's contribution, results only, or none.",
+)
+
+
+@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS])
+def command() -> None:
+    """Run a job as it is, every rank real, and write its timed graph.
+
+    Write `prism observe` where you wrote `torchrun`; the script stays as it is, and so does what it prints.
+
+    \b
+    Example, two ranks on this machine:
+        prism observe --nproc-per-node 2 -o real.prism -- train.py --lr 0.1
+
+    The options of Prism end at the script, as torchrun's do; the `--` before it may be left out.
+
+    \b
+    Under another launcher (torchrun, Slurm), set the environment in place of this command:
+        PRISM_MODE=observe PRISM_OUTPUT=real.prism torchrun --nproc-per-node 2 train.py
+    """

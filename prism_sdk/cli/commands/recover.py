@@ -1,0 +1,40 @@
+"""``prism recover``: prints what was saved. Recovering is the work of ``prismtrace.recover``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prism_sdk.cli.output import echo_json, json_ready
+from prism_sdk.errors import ExitCode, UsageError
+
+
+@click.command("recover")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(file: Path, output: Path, as_json: bool) -> int:
+    """Save every whole part of a trace file that was cut off or damaged into a new, finished file.
+
+    The damaged file is not changed.
+
+    \b
+    Example, after a run was killed:
+        prism recover real.prism -o saved.prism
+    """
+    import prismtrace
+
+    if output.exists() and file.exists() and output.samefile(file):
+        raise UsageError("the output is the damaged file itself", hint="give -o another name")
+    report = prismtrace.recover(file, output)
+    values = json_ready(report)
+    if as_json:
+        echo_json({"file": file, "output": output, "report": values})
+    else:
+        click.echo(f"wrote {output}")
+        for key, value in values.items() if isinstance(values, dict) else ():
+            click.echo(f"  {key}: {value}")
+    return ExitCode.OK

@@ -1,0 +1,44 @@
+"""``prism validate``: prints findings. Checking is the work of ``prismtrace.validate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prism_sdk.cli.output import echo_json
+from prism_sdk.errors import ExitCode
+
+
+@click.command("validate")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+def command(file: Path, as_json: bool) -> int:
+    """Check a trace file against the format: checksums, tables, and what they say together.
+
+    \b
+    Example:
+        prism validate real.prism
+
+    Exit code 0: no error was found; 1: there are errors; 3: the file cannot be read as a trace at all.
+    """
+    import prismtrace
+
+    findings = prismtrace.validate(file)
+    errors = [finding for finding in findings if _severity(finding) == "error"]
+    if as_json:
+        echo_json({"file": file, "valid": not errors, "findings": findings})
+    else:
+        for finding in findings:
+            where = f" at {finding.where}" if finding.where else ""
+            section = f" (specification {finding.spec_section})" if finding.spec_section else ""
+            click.echo(f"{_severity(finding)}: {finding.code}{where}: {finding.message}{section}")
+        if not errors:
+            warnings = f", {len(findings)} remarks" if findings else ""
+            click.echo(f"{file} is a valid trace{warnings}")
+    return ExitCode.FINDING if errors else ExitCode.OK
+
+
+def _severity(finding: object) -> str:
+    severity = getattr(finding, "severity", "error")
+    return str(getattr(severity, "name", severity)).lower()

@@ -1,0 +1,282 @@
+"""What observe, record, calibrate and emulate share: their options, and handing a ``LaunchConfig`` to the launcher.
+
+It checks everything that can be checked before a process starts; it starts none itself.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, parse_target
+from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.settings import Settings
+
+if TYPE_CHECKING:
+    from prism_sdk.plugins import PluginManager
+
+__all__ = ["CONTEXT_SETTINGS", "launch_command", "option", "run_launch"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# prism's options end at the script, as torchrun's do; both --nproc-per-node and --nproc_per_node are understood
+CONTEXT_SETTINGS: dict[str, Any] = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+    "max_content_width": 100,
+}
+
+# flags of torchrun that have no meaning here, accepted so that a launch line works as it is: names -> why ignored
+_IGNORED = {
+    ("--max-restarts",): "Prism does not restart ranks",
+    ("--monitor-interval",): "Prism sees at once when a rank ends",
+    ("--start-method",): "ranks are always forked",
+    ("--role",): "Prism gives ranks no role",
+    ("--rdzv-conf",): "the rendezvous needs none",
+    ("--log-dir",): "output goes to the console",
+    ("--redirects", "-r"): "output goes to the console",
+    ("--tee", "-t"): "output goes to the console",
+}
+
+option = click.option
+
+_LAUNCH_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    option(
+        "--nproc-per-node",
+        type=NPROC,
+        metavar="N",
+        help="Ranks on this machine: a number, or auto, cpu, gpu.  [default: 1]",
+    ),
+    option("--nnodes", type=NNODES, metavar="N", default=1, help="Machines in the job.  [default: 1]"),
+    option(
+        "--node-rank",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=0,
+        help="Which of them this is, from 0.  [default: 0]",
+    ),
+    option("--master-addr", metavar="HOST", help="Address of machine 0."),
+    option(
+        "--master-port", type=click.IntRange(0, 65535), metavar="PORT", help="Port on machine 0.  [default: a free one]"
+    ),
+    option("--rdzv-backend", metavar="KIND", help="Rendezvous kind, as torchrun's: static or c10d."),
+    option("--rdzv-endpoint", metavar="HOST:PORT", help="Rendezvous address."),
+    option("--rdzv-id", metavar="NAME", help="Name of the job at the rendezvous."),
+    option("--standalone", is_flag=True, help="One machine, any free port."),
+    option("--local-ranks-filter", type=RANKS, help="Show the output of these local ranks only, e.g. 0,2-3."),
+    option("-m", "--module", "is_module", is_flag=True, help="What follows is a module, as with python -m."),
+)
+
+_COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    option("--steps", type=STEPS, help="Keep steps A up to, not including, B: 2:10, :10 or 2:.  [default: all]"),
+    option(
+        "--adapter", "adapters", metavar="NAME", multiple=True, help="Use this framework adapter only (repeatable)."
+    ),
+    option(
+        "--plugin",
+        "plugins",
+        metavar="PLUGIN",
+        multiple=True,
+        help="Load this plugin too: a module or a .py file (repeatable).",
+    ),
+    option(
+        "-O", "--option", "options", type=KEY_VALUE, multiple=True, help="Option of a plugin, key=value (repeatable)."
+    ),
+    option("--pin/--no-pin", default=True, help="Bind each running rank to cores of its own.  [default: --pin]"),
+    option("--quiet", "-q", is_flag=True, help="Say nothing but errors."),
+    option("--json", "as_json", is_flag=True, help="Print the result as JSON, the last line on stdout."),
+)
+
+
+def launch_command(
+    mode: LaunchMode, *, output: str, extra: Sequence[Callable[[Any], Any]], graph: str | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Make the subcommand of ``mode`` from a function whose docstring is its help; the function itself is not run.
+
+    Args:
+        mode: the verb.
+        output: the file written when the user gives no ``--output``.
+        extra: the options that only this verb has.
+        graph: help of ``--graph``, for the verbs that start from a graph.
+    """
+
+    def decorate(function: Callable[..., Any]) -> click.Command:
+        def callback(**values: Any) -> int:
+            return run_launch(mode, values)
+
+        own: list[Callable[[Any], Any]] = [
+            option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", default=Path(output),
+                   help=f"The trace to write.  [default: {output}]"),
+        ]  # fmt: skip
+        if graph is not None:
+            own.insert(0, option("--graph", type=click.Path(path_type=Path), metavar="FILE", required=True, help=graph))
+        ignored = [option(*names, hidden=True) for names in _IGNORED]
+        decorated: Any = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="-- SCRIPT [ARGS]...")(
+            callback
+        )
+        for decorator in reversed([*own, *extra, *_COMMON_OPTIONS, *_LAUNCH_OPTIONS, *ignored]):
+            decorated = decorator(decorated)
+        make = click.command(mode.value, help=function.__doc__, context_settings=CONTEXT_SETTINGS)
+        command: click.Command = make(decorated)
+        return command
+
+    return decorate
+
+
+def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
+    """Check, launch, report; returns the exit code."""
+    settings = Settings.from_environ()
+    config = _config(mode, values)
+    if not config.quiet:
+        for (name, *_), reason in _IGNORED.items():
+            if values[name.lstrip("-").replace("-", "_")] is not None:
+                click.echo(f"prism: {name} is ignored: {reason}", err=True)
+    manager = _checked_plugins(config, settings)
+    try:
+        from prism_sdk.runtime.launcher import launch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        hint = "install PyTorch into this environment; `prism doctor` checks the rest"
+        raise UsageError(f"prism {mode.value} needs torch, which is not installed", hint=hint) from error
+    manager.notify_run_start(config)
+    result = launch(config)
+    manager.notify_run_end(config, result=result)
+    _report(config, result)
+    return ExitCode.OK if result.exit_code == 0 else ExitCode.FINDING
+
+
+def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
+    target = parse_target(values["words"], is_module=values["is_module"])
+    output: Path = values["output"]
+    graph: Path | None = values.get("graph")
+    _check_output(output, graph=graph)
+    nproc, nodes = _world(mode, values, graph=graph)
+    sandbox: tuple[int, ...] = values.get("sandbox") or ()
+    if sandbox and sandbox[-1] >= nproc * nodes:
+        raise click.BadParameter(
+            f"rank {sandbox[-1]} does not exist: the job has ranks 0 to {nproc * nodes - 1}.", param_hint="'--sandbox'"
+        )
+    if not 0 <= values["node_rank"] < nodes:
+        raise click.BadParameter(
+            f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"
+        )  # fmt: skip
+    payloads = values.get("payloads")
+    return LaunchConfig(
+        mode=mode,
+        target=target.name,
+        is_module=target.is_module,
+        arguments=target.arguments,
+        output=output,
+        graph=graph,
+        nproc_per_node=nproc,
+        num_nodes=nodes,
+        node_rank=values["node_rank"],
+        master_addr=values["master_addr"],
+        master_port=values["master_port"],
+        rdzv_backend=values["rdzv_backend"],
+        rdzv_endpoint=values["rdzv_endpoint"],
+        rdzv_id=values["rdzv_id"],
+        standalone=values["standalone"],
+        local_ranks_filter=values["local_ranks_filter"],
+        steps=values["steps"],
+        num_slots=values.get("slots"),
+        sandbox=sandbox,
+        strategy=values.get("strategy"),
+        backend=values.get("backend"),
+        adapters=tuple(values["adapters"]) or None,
+        plugins=tuple(values["plugins"]),
+        payloads=None if payloads is None else PayloadMode(payloads),
+        pin=values["pin"],
+        options=dict(values["options"]),
+        quiet=values["quiet"],
+        json=values["as_json"],
+    )
+
+
+def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -> tuple[int, int]:
+    """Ranks per node, and nodes. A graph decides where there is one; what the user said must agree with it."""
+    nproc: int | None = values["nproc_per_node"]
+    nodes: int = values["nnodes"]
+    if graph is not None:
+        world_size = _graph_world_size(graph, mode=mode)
+        asked = None if nproc is None and nodes == 1 else (nproc or 1) * nodes
+        if asked is not None and asked != world_size:
+            raise WorldSizeError(
+                f"--nproc-per-node and --nnodes give {asked} ranks, and the job in {graph} has {world_size}",
+                world_size=asked, required=world_size, file=str(graph),
+                hint="leave them out: the number of ranks comes from the graph",
+            )  # fmt: skip
+        return world_size, 1
+    alias: int | None = values.get("world_size")
+    if alias is not None and nproc is not None and alias != nproc * nodes:
+        raise click.UsageError(f"--world-size {alias} and --nproc-per-node {nproc} contradict each other; give one.")
+    if alias is not None:
+        return alias, 1
+    return nproc or 1, nodes
+
+
+def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
+    from prismtrace import GraphKind, TraceReader
+
+    with TraceReader(graph) as reader:
+        kind, world_size = reader.graph_kind, reader.world_size
+    if kind == GraphKind.EMULATED:
+        raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")
+    if mode is LaunchMode.EMULATE and kind == GraphKind.BARE:
+        hint = f"find them first: prism calibrate --graph {graph} -o calibrated.prism -- SCRIPT"
+        raise UsageError(f"{graph} is a bare graph: it holds no times to replay", hint=hint)
+    return int(world_size)
+
+
+def _check_output(output: Path, *, graph: Path | None) -> None:
+    folder = output.parent
+    if output.is_dir():
+        raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
+    if not folder.is_dir():
+        raise click.BadParameter(f"there is no folder {folder}; create it first.", param_hint="'--output'")
+    if not os.access(output if output.exists() else folder, os.W_OK):
+        raise click.BadParameter(f"{output} cannot be written: permission denied.", param_hint="'--output'")
+    if graph is not None and output.exists() and graph.exists() and output.samefile(graph):
+        raise click.BadParameter("the output is the graph itself; give another name.", param_hint="'--output'")
+
+
+def _checked_plugins(config: LaunchConfig, settings: Settings) -> PluginManager:
+    """Load plugins, and raise for everything that the user named and that cannot be used."""
+    from prism_sdk.plugins import PluginManager
+
+    manager = PluginManager(settings, named=config.plugins, report=lambda line: click.echo(line, err=True))
+    manager.check_named()
+    if config.strategy is not None:
+        manager.strategy(config.strategy)
+    if config.backend is not None:
+        manager.backend(config.backend)
+    for name in config.adapters or ():
+        manager.adapter(name)
+    return manager
+
+
+def _report(config: LaunchConfig, result: LaunchResult) -> None:
+    if config.json:
+        values = {
+            "mode": config.mode,
+            "exit_code": result.exit_code,
+            "output": result.output,
+            "world_size": result.world_size,
+            "wall_ns": result.wall_ns,
+            "summary": result.summary,
+        }
+        echo_json(values, indent=None)
+    elif not config.quiet:
+        done = "done" if result.exit_code == 0 else f"failed with exit code {result.exit_code}"
+        wrote = "" if result.output is None else f", wrote {result.output}"
+        wall_s = result.wall_ns / 1e9
+        click.echo(f"prism {config.mode}: {done}, {result.world_size} ranks, {wall_s:.1f} s{wrote}", err=True)
+        for key, value in result.summary.items():
+            click.echo(f"  {key}: {value}", err=True)

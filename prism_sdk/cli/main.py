@@ -1,0 +1,133 @@
+"""The entry point of the ``prism`` command: finds the subcommand, turns errors into one message and an exit code.
+
+It imports no subcommand before it is called for, and never torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from prism_sdk import __version__
+from prism_sdk.cli.lazy import LazyGroup
+from prism_sdk.errors import ExitCode, PrismError, SettingsError
+from prism_sdk.settings import Settings
+
+__all__ = ["cli", "main", "run"]
+
+_COMMANDS = {
+    "Run a job": {
+        "observe": "Run a job as it is, and write its timed graph.",
+        "record": "Run all ranks of a job on few devices, and write its bare graph.",
+        "calibrate": "Find the times of a bare graph, a few ranks at a time.",
+        "emulate": "Run a few ranks for real; the rest of the job is replayed.",
+    },
+    "Look at results": {
+        "compare": "Compare two traces of a job: times, losses, memory, order.",
+        "info": "Show what a trace holds.",
+    },
+    "Look after trace files": {
+        "validate": "Check a trace file against the format.",
+        "recover": "Save what is readable of a file that was cut off or damaged.",
+        "merge": "Join trace files into one.",
+    },
+    "Look after the installation": {
+        "plugins": "List plugins, and why one does not load.",
+        "doctor": "Check this machine and this installation.",
+    },
+}
+
+_HELP = """Record a distributed PyTorch training job with few devices, and predict how it runs with many.
+
+The script stays as it is: write `prism observe` where you wrote `torchrun`.
+
+\b
+    prism observe   --nproc-per-node 2 -o real.prism -- train.py
+    prism record    --nproc-per-node 8 -o bare.prism -- train.py
+    prism calibrate --graph bare.prism -o graph.prism -- train.py
+    prism emulate   --graph graph.prism --sandbox 0 -o emulated.prism -- train.py
+    prism compare   real.prism emulated.prism
+
+Exit codes: 0 fine, 1 a finding or a failed run, 2 wrong usage, 3 an unreadable file.
+"""
+
+
+@click.group(cls=LazyGroup, commands_by_section=_COMMANDS, package="prism_sdk.cli.commands", help=_HELP)
+@click.version_option(__version__, prog_name="prism")
+def cli() -> None:
+    """The root command; its help text is ``_HELP``."""
+
+
+def main() -> NoReturn:
+    """Run ``prism`` with the process's arguments, and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``prism`` with ``arguments`` and return its exit code. Errors become one message on stderr."""
+    try:
+        code = cli.main(args=list(arguments), prog_name="prism", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else ExitCode.OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return ExitCode.USAGE
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.USAGE
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("prism: interrupted", err=True)
+        return 130
+    except (BrokenPipeError, SystemExit):
+        # the reader of our output went away (`prism info x | head`), which click turns into SystemExit: not an
+        # error, and nobody to say it to
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.OK
+    except Exception as error:
+        return _explain(error)
+
+
+def _explain(error: Exception) -> int:
+    if _debug():
+        traceback.print_exception(error)
+    if isinstance(error, PrismError):
+        click.echo(f"prism: error: {error}", err=True)
+        return int(error.exit_code)
+    code = _trace_error_code(error)
+    if code is not None:
+        click.echo(f"prism: error: {error}", err=True)
+        return code
+    if isinstance(error, OSError) and error.filename is not None:
+        click.echo(f"prism: error: {error.filename}: {error.strerror}", err=True)
+        return ExitCode.UNREADABLE
+    click.echo(
+        f"prism: error: unexpected {type(error).__name__}: {error}\n"
+        "  this is a defect of Prism or of a plugin: PRISM_DEBUG=1 shows where",
+        err=True,
+    )
+    return ExitCode.FINDING
+
+
+def _trace_error_code(error: Exception) -> int | None:
+    errors = sys.modules.get("prismtrace.errors")  # not imported: the error cannot come from there
+    if errors is None or not isinstance(error, errors.PrismTraceError):
+        return None
+    return ExitCode.FINDING if isinstance(error, errors.TraceWriteError) else ExitCode.UNREADABLE
+
+
+def _debug() -> bool:
+    try:
+        return Settings.from_environ().debug
+    except SettingsError:
+        return False
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Takes durations, gaps, wake overheads and transfers from measured slices, and puts them into a bare graph.
+
+It runs no slice, writes no file and decides nothing about passes: a calibration strategy does, with these functions.
+
+What is measured, by row of a slice (ABSENT where a row cannot say it):
+
+- COMPUTE: ``duration = end - start``; ``gap = start - end of the host row before``.
+- WAIT: where the awaited unit completed during the wait, the wake overhead ``end - completion``; else the least
+  duration ``end - start``. So waiting for others is in neither.
+- communication: ``transfer = end - last arrival``, the latest of all members' posts and of the ends of the collective
+  before it in the group. Only where *all* members are in the slice, that is on one clock and real: the completion of
+  an operation with virtual members is what the emulation made it.
+
+Rows of different steps belong together by (rank, structure of the step, position in the step): the structure is kind,
+operation, group, dtype, counts, peer, tag, and what each wait awaits; without the counts where that finds nothing.
+Medians are taken over the steps behind the warm-up; steps of a structure seen only during the warm-up use those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.statistics import Interval, median_known, percentile_interval
+from prism_sdk.graph.timing import Schedule, Timing, schedule
+from prismtrace import ABSENT, UnitKind
+
+__all__ = ["Calibration", "Measurement", "measure", "merge_slices", "predict_step_time", "relative_change",
+           "step_time_ns"]  # fmt: skip
+
+Int64Array = npt.NDArray[np.int64]
+
+_FIELDS = ("gap_ns", "duration_ns", "transfer_ns")
+_STRUCTURE = ("kind", "op", "reduce_op", "group_id", "dtype", "peer", "tag")
+_COUNTS = ("num_elements_in", "num_elements_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """What each row of a graph says about its weights, in the meaning of ``Timing``; ABSENT where nothing."""
+
+    gap_ns: Int64Array
+    duration_ns: Int64Array
+    transfer_ns: Int64Array
+    #: How many values came out below zero and were set to it (clocks of little resolution).
+    num_clipped: int
+
+
+def measure(graph: JobGraph) -> Measurement:
+    """The weights that the times of an observed or emulated graph show, row by row."""
+    c = graph.columns
+    kind, start, end = c["kind"], c["start_ns"], c["end_ns"]
+    timed = (start != ABSENT) & (end != ABSENT)
+    is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
+    gap, duration, transfer = (np.full(len(graph), ABSENT, dtype=np.int64) for _ in range(3))
+
+    rows = np.flatnonzero(is_compute & timed)
+    duration[rows] = end[rows] - start[rows]
+    hosts = np.flatnonzero(is_compute | is_wait)
+    before = np.full(len(graph), -1, dtype=np.int64)
+    before[hosts[1:]] = np.where(graph.rank_of_row[hosts[1:]] == graph.rank_of_row[hosts[:-1]], hosts[:-1], -1)
+    given = np.flatnonzero(is_compute & (c["gap_ns"] != ABSENT))
+    gap[given] = c["gap_ns"][given]
+    rows = rows[(before[rows] >= 0) & (end[before[rows]] != ABSENT)]
+    gap[rows] = start[rows] - end[before[rows]]
+
+    rows = np.flatnonzero(is_wait & timed)
+    awaited = graph.awaited_row[rows]
+    completion = np.where(awaited >= 0, end[awaited], ABSENT)
+    known = (completion != ABSENT) | (c["awaits"][rows] == ABSENT)
+    waited = known & (completion > start[rows])
+    gap[rows[waited]] = end[rows[waited]] - completion[waited]
+    idle = known & ~waited
+    duration[rows[idle]] = end[rows[idle]] - start[rows[idle]]
+
+    if graph.num_events:
+        members = graph.event_rows
+        begins = graph.event_offsets[:-1]
+        sizes = np.diff(graph.event_offsets)
+        all_timed = np.logical_and.reduceat(timed[members], begins) & graph.event_is_whole
+        arrival = np.maximum.reduceat(start[members], begins)
+        last_end = np.maximum.reduceat(end[members], begins)
+        previous = graph.event_previous
+        arrival = np.maximum(arrival, np.where(previous >= 0, last_end[previous], ABSENT))
+        ready = np.repeat(arrival, sizes)
+        # a buffered send waits for nobody
+        ready = np.where(kind[members] == UnitKind.SEND, start[members], ready)
+        usable = np.repeat(all_timed, sizes)
+        transfer[members[usable]] = (end[members] - ready)[usable]
+    clipped = 0
+    for values in (gap, duration, transfer):
+        negative = (values < 0) & (values != ABSENT)
+        clipped += int(negative.sum())
+        values[negative] = 0
+    return Measurement(gap_ns=gap, duration_ns=duration, transfer_ns=transfer, num_clipped=clipped)
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """The rows of one step of one rank."""
+
+    rank: int
+    step: int
+    begin: int
+    end: int
+
+
+def _segments(graph: JobGraph) -> list[_Segment]:
+    step = graph.columns["step"]
+    first = np.ones(len(graph), dtype=np.bool_)
+    first[1:] = step[1:] != step[:-1]
+    first[graph.offsets[:-1][np.diff(graph.offsets) > 0]] = True
+    begins = np.flatnonzero(first)
+    ends = np.append(begins[1:], len(graph))
+    return [_Segment(int(graph.rank_of_row[b]), int(step[b]), int(b), int(e)) for b, e in zip(begins, ends, strict=True)]
+
+
+def _structures(graph: JobGraph) -> dict[_Segment, tuple[bytes, bytes]]:
+    """For each step of each rank a digest of its structure with the counts, and one without."""
+    relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
+    plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
+    counts = np.stack([graph.columns[name] for name in _COUNTS], axis=1)
+    result = {}
+    for segment in _segments(graph):
+        rows = slice(segment.begin, segment.end)
+        digest = hashlib.blake2b(plain[rows].tobytes(), digest_size=16)
+        without = digest.digest()
+        digest.update(counts[rows].tobytes())
+        result[segment] = (digest.digest(), without)
+    return result
+
+
+class _Samples:
+    """The measured steps of one (rank, structure): a matrix of steps by rows for each weight."""
+
+    def __init__(self) -> None:
+        self.sources: list[tuple[int, int]] = []
+        self.is_warm: list[bool] = []
+        self.values: dict[str, list[Int64Array]] = {name: [] for name in _FIELDS}
+
+    def add(self, measurement: Measurement, segment: _Segment, *, slice_index: int, is_warm: bool) -> None:
+        self.sources.append((slice_index, segment.step))
+        self.is_warm.append(is_warm)
+        for name in _FIELDS:
+            self.values[name].append(getattr(measurement, name)[segment.begin : segment.end])
+
+    def medians(self, drawn: dict[tuple[int, int], int] | None) -> tuple[dict[str, Int64Array], int]:
+        """The median of each weight by row, over the measured steps or (``drawn``) as often as each was drawn."""
+        usable = [i for i, warm in enumerate(self.is_warm) if not warm] or list(range(len(self.is_warm)))
+        if drawn is not None:
+            usable = [i for i in usable for _ in range(drawn.get(self.sources[i], 0))] or usable
+        return {name: median_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}, len(usable)
+
+
+def _collect(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], _Samples], int]:
+    samples: dict[tuple[int, bytes], _Samples] = {}
+    clipped = 0
+    for slice_index, graph in enumerate(slices):
+        measurement = measure(graph)
+        clipped += measurement.num_clipped
+        first = int(graph.columns["step"].min()) if len(graph) else 0
+        for segment, digests in _structures(graph).items():
+            for digest in digests:
+                samples.setdefault((segment.rank, digest), _Samples()).add(
+                    measurement, segment, slice_index=slice_index, is_warm=segment.step < first + warmup_steps
+                )
+    return samples, clipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """A bare graph with the weights that slices showed."""
+
+    graph: JobGraph
+    timing: Timing
+    timeline: Schedule
+    #: Rows whose compute duration or transfer was measured; of the others the bare graph's own values are kept.
+    is_measured: npt.NDArray[np.bool_]
+    #: On how many steps the values of a row rest.
+    num_samples: npt.NDArray[np.int32]
+    num_clipped: int
+
+    @property
+    def unmeasured_compute(self) -> Int64Array:
+        """Compute rows that no slice showed: their times are those of the bare graph, which switching disturbed."""
+        return np.flatnonzero((self.graph.columns["kind"] == UnitKind.COMPUTE) & ~self.is_measured)
+
+    def columns(self, rank: int) -> dict[str, Int64Array]:
+        """The columns of a rank that calibration replaces, for a TraceWriter."""
+        rows = self.graph.rows(rank)
+        is_wait = self.graph.columns["kind"][rows] == UnitKind.WAIT
+        is_compute = self.graph.columns["kind"][rows] == UnitKind.COMPUTE
+        transfer = np.where(is_wait, self.timing.duration_ns[rows], self.timing.transfer_ns[rows])
+        return {
+            "start_ns": self.timeline.start_ns[rows],
+            "end_ns": self.timeline.end_ns[rows],
+            "transfer_ns": np.where(is_compute, ABSENT, transfer),
+            "gap_ns": np.where(is_compute | is_wait, self.timing.gap_ns[rows], ABSENT),
+        }
+
+
+def merge_slices(
+    bare_graph: JobGraph,
+    slice_graphs: Sequence[JobGraph],
+    *,
+    warmup_steps: int = 1,
+    default_transfer_ns: int | None = None,
+) -> Calibration:
+    """Put what the slices measured into the bare graph, and compute its timeline.
+
+    Args:
+        bare_graph: all ranks; values that no slice measured are kept from it.
+        slice_graphs: graphs of the ranks that ran for real, one a slice (an observed graph of all ranks is one too).
+        warmup_steps: how many steps at the start of a slice do not count.
+        default_transfer_ns: for transfers that are in no slice and not in the bare graph.
+
+    Raises:
+        GraphError: no slice shows any step of the bare graph.
+        MissingTimingError: a duration is in no slice and not in the bare graph.
+    """
+    samples, clipped = _collect(slice_graphs, warmup_steps=warmup_steps)
+    return _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=None)
+
+
+def _merge(
+    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int, default_transfer_ns: int | None,
+    drawn: dict[tuple[int, int], int] | None,
+) -> Calibration:  # fmt: skip
+    c = graph.columns
+    kind = c["kind"]
+    found = {name: np.full(len(graph), ABSENT, dtype=np.int64) for name in _FIELDS}
+    num_samples = np.zeros(len(graph), dtype=np.int32)
+    known: dict[tuple[int, bytes], tuple[dict[str, Int64Array], int]] = {}
+    for segment, digests in _structures(graph).items():
+        key = next(((segment.rank, d) for d in digests if (segment.rank, d) in samples), None)
+        if key is None:
+            continue
+        if key not in known:
+            known[key] = samples[key].medians(drawn)
+        medians, count = known[key]
+        for name in _FIELDS:
+            found[name][segment.begin : segment.end] = medians[name]
+        num_samples[segment.begin : segment.end] = count
+    if not num_samples.any():
+        raise GraphError(f"no slice shows any step of {graph.source}",
+                         hint="slices must run the same script with the same arguments as the recording")  # fmt: skip
+    is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
+    duration, transfer = found["duration_ns"], found["transfer_ns"]
+    is_measured = np.where(is_compute, duration != ABSENT, np.where(is_wait, num_samples > 0, transfer != ABSENT))
+    timed = (c["start_ns"] != ABSENT) & (c["end_ns"] != ABSENT)
+    duration = np.where(is_compute & (duration == ABSENT) & timed, c["end_ns"] - c["start_ns"], duration)
+    lacking = is_compute & (duration == ABSENT)
+    if lacking.any():
+        Timing.from_graph(graph, default_transfer_ns=0)  # names the first of them
+    duration = np.where(is_wait & (duration == ABSENT) & (num_samples == 0), c["transfer_ns"], duration)
+    transfer = np.where(is_wait | is_compute, 0, np.where(transfer == ABSENT, c["transfer_ns"], transfer))
+    if (transfer == ABSENT).any():
+        if default_transfer_ns is None:
+            Timing.from_graph(graph)  # names the first of them
+            raise AssertionError("unreachable: the transfer is absent in the graph")
+        transfer = np.where(transfer == ABSENT, default_transfer_ns, transfer)
+    gap = np.where((found["gap_ns"] == ABSENT) & (num_samples == 0), c["gap_ns"], found["gap_ns"])
+    timing = Timing(
+        gap_ns=np.where((gap == ABSENT) | ~(is_compute | is_wait), 0, gap),
+        duration_ns=np.where(duration == ABSENT, 0, duration),
+        transfer_ns=transfer,
+    )
+    for array in (timing.gap_ns, timing.duration_ns, timing.transfer_ns, is_measured, num_samples):
+        array.setflags(write=False)
+    return Calibration(
+        graph=graph, timing=timing, timeline=schedule(graph, timing=timing), is_measured=is_measured,
+        num_samples=num_samples, num_clipped=clipped,
+    )  # fmt: skip
+
+
+def step_time_ns(timeline: Schedule) -> float:
+    """The predicted step time: the mean over ranks and steps, the first step left out where there are more."""
+    times = np.concatenate([timeline.step_times_ns(rank)[1] for rank in timeline.graph.ranks])
+    return float(times.mean()) if len(times) else float(timeline.end_of_job_ns)
+
+
+def relative_change(before: Schedule, after: Schedule) -> float:
+    """The largest change of any step end between two timelines of one graph, as a part of the predicted step time."""
+    ends = [np.abs(after.step_ends_ns(r)[1] - before.step_ends_ns(r)[1]).max(initial=0) for r in after.graph.ranks]
+    return float(max(ends)) / max(step_time_ns(after), 1.0)
+
+
+def predict_step_time(
+    bare_graph: JobGraph,
+    slice_graphs: Sequence[JobGraph],
+    *,
+    warmup_steps: int = 1,
+    default_transfer_ns: int | None = None,
+    confidence: float = 0.95,
+    num_resamples: int = 100,
+    seed: int = 0,
+) -> Interval:
+    """The predicted step time with a bootstrap interval; the same seed gives the same interval.
+
+    Each resample draws as many measured steps of every slice as it has, with replacement (whole steps, so that units
+    of a step keep their correlation), takes the medians anew and computes the whole timeline. The cost is one
+    ``merge_slices`` each, so give a graph of few steps.
+    """
+    samples, clipped = _collect(slice_graphs, warmup_steps=warmup_steps)
+    plain = _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=None)
+    steps: dict[int, set[int]] = {}
+    for entry in samples.values():
+        for (slice_index, step), warm in zip(entry.sources, entry.is_warm, strict=True):
+            if not warm:
+                steps.setdefault(slice_index, set()).add(step)
+    generator = np.random.default_rng(seed)
+    resampled = np.empty(num_resamples, dtype=np.float64)
+    for i in range(num_resamples):
+        drawn: dict[tuple[int, int], int] = {}
+        for slice_index, measured in sorted(steps.items()):
+            for step in generator.choice(sorted(measured), size=len(measured)).tolist():
+                drawn[slice_index, step] = drawn.get((slice_index, step), 0) + 1
+        again = _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=drawn)
+        resampled[i] = step_time_ns(again.timeline)
+    return percentile_interval(
+        resampled, estimate=step_time_ns(plain.timeline), confidence=confidence,
+        num_samples=min((len(measured) for measured in steps.values()), default=0),
+    )  # fmt: skip

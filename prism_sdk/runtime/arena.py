@@ -1,0 +1,84 @@
+"""Shared memory that carries tensor bytes between ranks.
+
+Responsible for one anonymous file, its per-rank regions and their reuse; it does not know which operation the bytes
+belong to.
+
+The file is a memfd created before any rank is forked: it has no name, so nothing is left behind however a run ends.  It
+is sparse and each rank owns a fixed stretch of it, so a rank allocates without asking anybody.  Bytes move by pread and
+pwrite, not through a mapping: no page-table cost in ranks that only pass by, and private memory stays small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import defaultdict
+
+RANK_SPAN_BYTES = 1 << 40  # address space of one rank in the sparse file; pages exist only where written
+_ALIGN = 4096
+_IO_LIMIT = 1 << 30  # one pread/pwrite moves at most 2 GiB - 4 KiB on Linux
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
+_KEEP_FREE_BYTES = 16 << 20  # free regions beyond this are given back to the system
+
+
+def create_arena(world_size: int) -> int:
+    """Create the shared file for `world_size` ranks; returns its descriptor (inheritable by fork)."""
+    fd = os.memfd_create("prism-arena", 0)
+    os.ftruncate(fd, RANK_SPAN_BYTES * world_size)
+    return fd
+
+
+def tensor_memory(data_ptr: int, num_bytes: int) -> memoryview:
+    """A view of the memory at `data_ptr`. Unlike tensor.numpy() this leaves the tensor's storage resizable."""
+    return memoryview((ctypes.c_char * num_bytes).from_address(data_ptr)).cast("B")
+
+
+class Arena:
+    """One rank's end of the shared file."""
+
+    def __init__(self, fd: int, rank: int) -> None:
+        self.fd = fd
+        self._next = RANK_SPAN_BYTES * rank
+        self._limit = RANK_SPAN_BYTES * (rank + 1)
+        self._free: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # size -> (offset, pages resident)
+        self._free_bytes = 0
+
+    def allocate(self, num_bytes: int) -> int:
+        """Reserve a region; returns its offset in the file. Equal sizes are reused, as training steps repeat them."""
+        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        if self._free[size]:
+            offset, resident = self._free[size].pop()
+            self._free_bytes -= size if resident else 0
+            return offset
+        offset = self._next
+        if offset + size > self._limit:
+            raise MemoryError(f"the arena of one rank is limited to {RANK_SPAN_BYTES} bytes")
+        self._next += size
+        return offset
+
+    def release(self, offset: int, num_bytes: int) -> None:
+        """Give a region back; its pages return to the system when much is free already."""
+        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        resident = self._free_bytes + size <= _KEEP_FREE_BYTES
+        if resident:
+            self._free_bytes += size
+        else:
+            _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size)
+        self._free[size].append((offset, resident))
+
+    def write(self, offset: int, views: list[memoryview]) -> None:
+        """Write `views` one after the other from `offset`."""
+        for view in views:
+            position = 0
+            while position < len(view):
+                position += os.pwrite(self.fd, view[position : position + _IO_LIMIT], offset + position)
+            offset += len(view)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill `view` from `offset`."""
+        position = 0
+        while position < len(view):
+            position += os.preadv(self.fd, [view[position : position + _IO_LIMIT]], offset + position)

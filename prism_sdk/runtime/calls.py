@@ -1,0 +1,136 @@
+"""One communication call in a normal form, whatever operator it came through.
+
+Responsible for describing *what* a call contributes and where its results go; how the bytes travel is the business of
+the modes (observe, record, emulate).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+from prismtrace.model import DType, Op, ReduceOp
+
+if TYPE_CHECKING:
+    import torch
+
+COMBINED = -1  # source of a delivery: the reduced contributions of all members
+
+
+@dataclass(slots=True)
+class GroupState:
+    """A process group as this rank sees it, with the counters that number its operations."""
+
+    name: str
+    ranks: tuple[int, ...]
+    group_rank: int
+    backend: str
+    description: str
+    group_id: int
+    next_seq: int = 0
+    next_p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def take_seq(self) -> int:
+        """Number of the next collective in the group."""
+        seq = self.next_seq
+        self.next_seq = seq + 1
+        return seq
+
+    def take_p2p_seq(self, source: int, destination: int, tag: int) -> int:
+        """Number of the next message from `source` to `destination` (global ranks) under `tag`."""
+        key = (source, destination, tag)
+        seq = self.next_p2p.get(key, 0)
+        self.next_p2p[key] = seq + 1
+        return seq
+
+
+def stable_group_id(name: str, ranks: Sequence[int], generation: int) -> int:
+    """An id equal on all members without asking anybody: hash of name, members and how often that pair was made before."""
+    text = f"{generation}:{name}:{','.join(map(str, ranks))}"
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
+
+
+@dataclass(slots=True)
+class Delivery:
+    """Copy `tensor.nbytes` bytes at `offset_bytes` of a member's contribution (or of the combined one) into `tensor`."""
+
+    tensor: torch.Tensor
+    source: int  # group rank, or COMBINED
+    offset_bytes: int
+
+
+@dataclass(slots=True)
+class Call:
+    """A collective or point-to-point call of this rank."""
+
+    op: Op
+    group: GroupState
+    native: Callable[[], Any]  # runs the call on torch's own backend; returns the operator's result
+    contribution: list[torch.Tensor] = field(default_factory=list)
+    deliveries: list[Delivery] = field(default_factory=list)
+    is_async: bool = True
+    reduce_op: ReduceOp = ReduceOp.UNSPECIFIED
+    root: int | None = None  # group rank
+    peer: int | None = None  # group rank of the other end; None for any source
+    tag: int | None = None
+    # all-to-all: bytes for each member (contribution order), and the tensors that take what each member sends
+    send_bytes: list[int] | None = None
+    receive_tensors: list[torch.Tensor] | None = None
+    splits_in: list[int] | None = None
+    splits_out: list[int] | None = None
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    dtype: DType = DType.UNSPECIFIED
+    equal_counts: bool = True  # members must contribute the same number of elements
+    all_ranks: bool = False  # monitored_barrier: name every missing rank
+
+    @property
+    def num_elements_in(self) -> int:
+        return sum(t.numel() for t in self.contribution)
+
+    @property
+    def num_elements_out(self) -> int:
+        return sum(t.numel() for t in self.outputs)
+
+    @property
+    def is_p2p(self) -> bool:
+        return self.op is Op.SEND or self.op is Op.RECV
+
+    @property
+    def has_contribution(self) -> bool:
+        """False for a member that only receives (a broadcast's or scatter's non-root, a recv, a barrier)."""
+        if self.op is Op.BROADCAST or self.op is Op.SCATTER:
+            return self.group.group_rank == self.root
+        return self.op is not Op.RECV and self.op is not Op.BARRIER
+
+    @property
+    def is_reduction(self) -> bool:
+        return self.op in _REDUCTIONS
+
+    @property
+    def needs(self) -> str:
+        """Whose contributions this member's result depends on: "all", "root" or "none".
+
+        Like gloo with its buffered transport, a member that receives nothing does not wait for those that do.
+        """
+        if self.op in _ROOT_GIVES:
+            return "none" if self.group.group_rank == self.root else "root"
+        if self.op in _ROOT_TAKES:
+            return "all" if self.group.group_rank == self.root else "none"
+        return "all"
+
+    def signature(self) -> tuple[Any, ...]:
+        """What all members must agree on: operation, reduction, dtype, root, element count (None where it may differ)."""
+        if self.op is Op.BROADCAST:
+            count: int | None = self.num_elements_out
+        elif self.op is Op.SCATTER:
+            count = self.num_elements_out
+        else:
+            count = self.num_elements_in if self.equal_counts else None
+        return (int(self.op), int(self.reduce_op), int(self.dtype), self.root, count)
+
+
+_REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
+_ROOT_GIVES = frozenset({Op.BROADCAST, Op.SCATTER})
+_ROOT_TAKES = frozenset({Op.REDUCE, Op.GATHER})

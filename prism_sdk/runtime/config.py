@@ -1,0 +1,111 @@
+"""What one ``prism observe|record|calibrate|emulate`` is asked to do, and what it answers.
+
+It holds values only: parsing the command line is the work of ``prism_sdk.cli``, running it that of the launcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from types import MappingProxyType
+
+__all__ = ["LaunchConfig", "LaunchMode", "LaunchResult", "PayloadMode", "StepRange"]
+
+
+def _no_options() -> Mapping[str, str]:
+    return MappingProxyType({})
+
+
+class LaunchMode(StrEnum):
+    """The verb."""
+
+    OBSERVE = "observe"
+    RECORD = "record"
+    CALIBRATE = "calibrate"
+    EMULATE = "emulate"
+
+
+class PayloadMode(StrEnum):
+    """Which values of communications go into the trace.
+
+    ``FULL``: every rank's contribution, so that any rank can be emulated. ``RESULTS``: what each operation
+    returned. ``NONE``: no value; the graph serves timing questions only.
+    """
+
+    FULL = "full"
+    RESULTS = "results"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """The steps from ``first`` up to, not including, ``stop``; ``stop`` absent: to the end."""
+
+    first: int = 0
+    stop: int | None = None
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and step >= self.first and (self.stop is None or step < self.stop)
+
+    def __str__(self) -> str:
+        return f"{self.first}:{'' if self.stop is None else self.stop}"
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """One launch. Absent (``None``) means that the user said nothing and the runtime chooses."""
+
+    mode: LaunchMode
+    target: str
+    """The script's path as given, or the module's dotted name when ``is_module``."""
+    output: Path
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    graph: Path | None = None
+    """The bare graph (calibrate) or the calibrated graph (emulate)."""
+
+    nproc_per_node: int = 1
+    """For calibrate and emulate: the world size of the graph."""
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None
+    rdzv_backend: str | None = None
+    rdzv_endpoint: str | None = None
+    rdzv_id: str | None = None
+    standalone: bool = False
+    local_ranks_filter: tuple[int, ...] | None = None
+    """Local ranks whose output reaches the console; absent: all."""
+
+    steps: StepRange | None = None
+    num_slots: int | None = None
+    sandbox: tuple[int, ...] = ()
+    """Emulate: the ranks that run for real, ascending; empty: the runtime chooses."""
+    strategy: str | None = None
+    backend: str | None = None
+    adapters: tuple[str, ...] | None = None
+    """Absent: every installed adapter; given: only these."""
+    plugins: tuple[str, ...] = ()
+    payloads: PayloadMode | None = None
+    pin: bool = True
+    options: Mapping[str, str] = field(default_factory=_no_options)
+    quiet: bool = False
+    json: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the job, over all nodes."""
+        return self.nproc_per_node * self.num_nodes
+
+
+@dataclass(frozen=True)
+class LaunchResult:
+    """How a launch ended. ``exit_code`` 0 means that every real rank ended well."""
+
+    exit_code: int
+    output: Path | None
+    world_size: int
+    wall_ns: int
+    summary: Mapping[str, object] = field(default_factory=dict)

@@ -1,0 +1,142 @@
+"""Says when a boundary operation of a sandbox rank completes, from the boundary plan and the posts seen so far.
+
+Responsible for the few additions an operation costs at run time; the plan is made by prism_sdk.graph.contract.
+
+Every sandbox rank computes the same arrivals from the same posts, so no process in the middle is asked.  With several
+sandbox ranks the posts stand on a board in shared memory.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Callable
+
+from prism_sdk.errors import RunError
+from prism_sdk.graph.plan import START, BoundaryPlan, Stream
+
+_ENTRY = struct.Struct("<qqq")  # post time, offset and size of a contribution that differs from the recorded one
+_ORIGIN_BYTES = 64
+_KEPT = 65536  # arrivals kept; an operation's terms refer to the recent past
+_POST_TIMEOUT_NS = 600_000_000_000
+SAME = -1  # offset: the contribution equals the recorded one
+
+
+class PostBoard:
+    """Posts of several sandbox ranks, in a sparse anonymous file that all of them inherited."""
+
+    def __init__(self, fd: int, num_members: int) -> None:
+        self._fd = fd
+        self._row_bytes = num_members * _ENTRY.size
+
+    def publish_origin(self, origin_ns: int) -> None:
+        os.pwrite(self._fd, struct.pack("<q", origin_ns), 0)
+
+    def origin(self) -> int:
+        """The origin of the job's clock, set by the first sandbox rank."""
+        return self._wait(lambda: struct.unpack("<q", os.pread(self._fd, 8, 0))[0], "the first sandbox rank to start")
+
+    def publish(self, row: int, member: int, posted_ns: int, offset: int = SAME, num_bytes: int = 0) -> None:
+        position = _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size
+        os.pwrite(self._fd, _ENTRY.pack(posted_ns, offset, num_bytes), position)
+
+    def entry(self, row: int, member: int) -> tuple[int, int, int]:
+        """What a member published at an operation; waits until it is there."""
+        position = _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size
+
+        def read() -> tuple[int, int, int]:
+            raw = os.pread(self._fd, _ENTRY.size, position)
+            return _ENTRY.unpack(raw) if len(raw) == _ENTRY.size else (0, 0, 0)
+
+        self._wait(lambda: read()[0], f"sandbox member {member} at boundary operation {row}")
+        return read()
+
+    def _wait(self, read: Callable[[], int], what: str) -> int:
+        started = time.monotonic_ns()
+        pause = 0.0
+        while not (value := read()):
+            waited = time.monotonic_ns() - started
+            if waited > _POST_TIMEOUT_NS:
+                raise RunError(f"waited {_POST_TIMEOUT_NS // 10**9} s for {what}")
+            pause = 0.0 if waited < 200_000 else min(pause + 0.00005, 0.001)
+            time.sleep(pause)
+        return value
+
+
+class BoundaryEngine:
+    """Arrivals and completions of boundary operations, for one sandbox rank."""
+
+    def __init__(self, plan: BoundaryPlan, rank: int, board: PostBoard | None) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._board = board
+        self._members = plan.sandbox_ranks
+        self._me = self._members.index(rank)
+        self._origin_ns = 0
+        self._posts: dict[tuple[int, int], int] = {}
+        self._arrivals: dict[tuple[int, int], int] = {}
+
+    def start(self, first_row_start_ns: int) -> None:
+        """Fix the origin of the job's clock: this rank's first row starts now, and at `first_row_start_ns` in the graph."""
+        origin = time.monotonic_ns() - first_row_start_ns
+        if self._board is None:
+            self._origin_ns = origin
+            return
+        if self._me == 0:
+            self._board.publish_origin(origin)
+        self._origin_ns = self._board.origin()
+
+    def row(self, index: int, shift: int) -> int:
+        """The row of an operation on the board."""
+        return index + shift * len(self.plan)
+
+    def post(
+        self, stream: Stream, seq: int, posted_ns: int, *, offset: int = SAME, num_bytes: int = 0
+    ) -> tuple[int, int]:
+        """This rank has arrived at an operation; returns its handle (index in the plan, steps beyond the recorded ones)."""
+        index, shift = self.plan.find(stream, seq=seq)
+        if self._board is not None:
+            self._board.publish(self.row(index, shift), self._me, posted_ns, offset, num_bytes)
+        else:
+            self._posts[index, shift] = posted_ns
+        return index, shift
+
+    def completion(self, handle: tuple[int, int]) -> int:
+        """When the operation completes for this rank, in ns of the monotonic clock."""
+        arrival = self._arrival(handle)
+        for rank, transfer in self.plan.members(handle[0]):
+            if rank == self.rank:
+                return arrival + transfer
+        raise RunError(f"rank {self.rank} is no member of boundary operation {handle[0]}", rank=self.rank)
+
+    def _arrival(self, handle: tuple[int, int]) -> int:
+        known = self._arrivals.get(handle)
+        if known is not None:
+            return known
+        stack = [handle]
+        while stack:
+            at = stack[-1]
+            terms = self.plan.terms(at[0], shift=at[1])
+            open_ = [(t.source, t.shift) for t in terms if t.source != START and (t.source, t.shift) not in self._arrivals]
+            if open_:
+                stack += open_
+                continue
+            arrival = self._last_post(at)
+            for source, shift, weight in terms:
+                base = self._origin_ns if source == START else self._arrivals[source, shift]
+                arrival = max(arrival, base + weight)
+            self._arrivals[at] = arrival
+            stack.pop()
+        if len(self._arrivals) > 2 * _KEPT:
+            for key in list(self._arrivals)[:_KEPT]:
+                del self._arrivals[key]
+                self._posts.pop(key, None)
+        return self._arrivals[handle]
+
+    def _last_post(self, handle: tuple[int, int]) -> int:
+        if self._board is None:
+            return self._posts.get(handle, 0)
+        row = self.row(*handle)
+        posts = [self._board.entry(row, self._members.index(rank))[0] for rank, _ in self.plan.members(handle[0])]
+        return max(posts, default=0)

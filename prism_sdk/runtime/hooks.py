@@ -1,0 +1,61 @@
+"""Tells a tracer when a backward pass or an optimizer step begins and ends.
+
+Responsible for the two places in torch that every framework passes; adapters give finer names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.autograd.graph
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from prism_sdk.runtime.tracer import Tracer
+
+
+def follow_training(tracer: Tracer, is_active: Callable[[], bool]) -> None:
+    """Install the hooks for the life of the process; they do nothing while `is_active()` is False (forked workers)."""
+    depth = 0
+
+    def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
+        # one function object for each name it is bound to: dynamo refuses two torch names that share one
+        def engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal depth
+            if depth or not is_active():  # a checkpoint's recomputation runs a backward inside a backward
+                return original(t_outputs, *args, **kwargs)
+            depth += 1
+            tracer.backward_begins(_losses(t_outputs))
+            try:
+                return original(t_outputs, *args, **kwargs)
+            finally:
+                depth -= 1
+                tracer.backward_ends()
+
+        return engine_run_backward
+
+    graph = torch.autograd.graph
+    graph._engine_run_backward = make_wrapper(graph._engine_run_backward)
+    torch.autograd._engine_run_backward = make_wrapper(torch.autograd._engine_run_backward)
+
+    def before(*_: Any) -> None:
+        if is_active():
+            tracer.optimizer_begins()
+
+    def after(*_: Any) -> None:
+        if is_active():
+            tracer.optimizer_ends()
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _losses(roots: Any) -> list[float | Callable[[], float]]:
+    """Values of the scalar roots. On an accelerator the value is fetched later, so that no synchronisation is added."""
+    values: list[float | Callable[[], float]] = []
+    for root in roots:
+        if type(root) is torch.Tensor and root.numel() == 1 and root.is_floating_point():
+            kept = root.detach()
+            values.append(kept.item() if kept.device.type == "cpu" else kept.clone().item)
+    return values

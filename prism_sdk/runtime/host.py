@@ -1,0 +1,319 @@
+"""Runs the rank processes of one launch: starts them, hears them, ends them.
+
+Responsible for the fork server, the sockets, exits and signals.  Who may run when is decided by a `Policy`; the trace is
+none of its business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
+from prism_sdk.runtime import wire
+from prism_sdk.runtime.ranks import RankSpec
+
+GRACE_S = 5.0  # between SIGTERM and SIGKILL
+_TICK_S = 0.1
+
+
+class Interrupted(RunError):
+    """The user pressed Ctrl-C, or the launcher was asked to end."""
+
+
+@dataclass
+class RankProcess:
+    """One rank as the launcher sees it."""
+
+    rank: int
+    pid: int = 0
+    channel: wire.Channel | None = None
+    outbound: wire.OutboundQueue | None = None
+    finished: bool = False  # said how its program ended
+    exited: bool = False
+    exit_code: int | None = None
+    signal_number: int | None = None
+    error: str = ""
+    summary: Mapping[str, object] = field(default_factory=dict)
+
+
+class Policy(ABC):
+    """Decides which ranks are started and answers their messages."""
+
+    host: RankHost
+
+    @abstractmethod
+    def start(self) -> None:
+        """The fork server is ready."""
+
+    def connected(self, rank: int) -> None:  # noqa: B027 - optional
+        """The rank's process is there and about to run the program."""
+
+    def message(self, rank: int, message: tuple[Any, ...]) -> None:
+        """A message of a rank other than those the host handles."""
+        raise RunError(f"rank {rank} sent {message[0]!r}, which this mode does not know")
+
+    def ended(self, rank: int) -> None:  # noqa: B027 - optional
+        """The rank's process is gone (well or not)."""
+
+    def tick(self) -> None:  # noqa: B027 - optional
+        """Called at least ten times a second."""
+
+    def status(self) -> str:
+        """One line for the progress display."""
+        return ""
+
+
+class RankHost:
+    """Event loop over the fork server and the ranks of one launch."""
+
+    def __init__(
+        self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
+        arena_fd: int = -1, report: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        self.specs = {spec.rank: spec for spec in specs}
+        self.ranks = {spec.rank: RankProcess(spec.rank) for spec in specs}
+        self.policy = policy
+        policy.host = self
+        self._report = report
+        self._selector = selectors.DefaultSelector()
+        self._server = wire.listen(token)
+        self._failure: PrismError | None = None
+        self._interrupted: int | None = None
+        self._started_ns = time.monotonic_ns()
+        self._last_status_ns = self._started_ns
+        self._forkserver, self._control = _start_forkserver(environment, arena_fd)
+
+    # -- for policies -----------------------------------------------------------------------------------------------
+
+    def spawn(self, rank: int) -> None:
+        """Fork the process of `rank`."""
+        self._control.send(("fork", self.specs[rank]))
+
+    def send(self, rank: int, message: tuple[Any, ...]) -> None:
+        """Send to a rank without ever blocking on it."""
+        process = self.ranks[rank]
+        if process.outbound is None or process.channel is None:
+            return
+        if not process.outbound.send(message):
+            self._selector.modify(
+                process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process
+            )
+
+    def fail(self, error: PrismError) -> None:
+        """End the launch because of `error`; the first failure counts."""
+        if self._failure is None:
+            self._failure = error
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Run until every rank has ended. Raises the first failure after all processes are gone."""
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._control, selectors.EVENT_READ, self._from_forkserver)
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self._failure is None and self._interrupted is None and not self._all_ended():
+                self._turn(_TICK_S)
+            self._settle_failure()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._end_processes()
+        if self._interrupted is not None:
+            raise Interrupted(
+                f"interrupted by {signal.Signals(self._interrupted).name}", hint="what was recorded so far is kept"
+            )
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._interrupted = number
+
+    def _all_ended(self) -> bool:
+        return all(process.exited for process in self.ranks.values())
+
+    def _turn(self, timeout_s: float) -> None:
+        for key, events in self._selector.select(timeout_s):
+            if isinstance(key.data, RankProcess):
+                self._from_rank(key.data, events)
+            else:
+                key.data()
+        self.policy.tick()
+        now = time.monotonic_ns()
+        if now - self._last_status_ns > 2_000_000_000:
+            self._last_status_ns = now
+            text = self.policy.status()
+            if text:
+                self._report(f"{(now - self._started_ns) / 1e9:6.1f} s  {text}")
+
+    def _accept(self) -> None:
+        sock = wire.accept(self._server)
+        if sock is None:
+            return
+        channel = wire.Channel(sock)
+        try:
+            if not wire.wait_readable(sock, 5.0):
+                raise wire.ChannelClosed("no greeting")
+            kind, rank, pid = channel.receive()
+        except (wire.ChannelClosed, ValueError):
+            sock.close()
+            return
+        process = self.ranks.get(rank)
+        if kind != "hello" or process is None or process.channel is not None:
+            sock.close()
+            return
+        process.channel, process.pid = channel, pid
+        process.outbound = wire.OutboundQueue(sock)
+        self._selector.register(sock, selectors.EVENT_READ, process)
+        self.policy.connected(rank)
+
+    def _from_rank(self, process: RankProcess, events: int) -> None:
+        channel = process.channel
+        if channel is None:
+            return
+        if events & selectors.EVENT_WRITE and process.outbound is not None and process.outbound.flush():
+            self._selector.modify(channel.sock, selectors.EVENT_READ, process)
+        if not events & selectors.EVENT_READ:
+            return
+        try:
+            messages = channel.receive_ready()
+        except wire.ChannelClosed:
+            self._selector.unregister(channel.sock)
+            channel.close()
+            process.channel = process.outbound = None
+            return
+        for message in messages:
+            if message[0] == "finished":
+                _, _, process.exit_code, process.error, process.summary = message
+                process.finished = True
+                if process.exit_code:
+                    self.fail(_rank_failed(process))
+            else:
+                self.policy.message(process.rank, message)
+
+    def _from_forkserver(self) -> None:
+        try:
+            messages = self._control.receive_ready()
+        except wire.ChannelClosed:
+            self._selector.unregister(self._control)
+            if not self._all_ended():
+                code = self._forkserver.poll()
+                self.fail(RunError(f"the fork server ended unexpectedly (exit status {code})"))
+            return
+        for kind, *details in messages:
+            if kind == "ready":
+                self.policy.start()
+            elif kind == "failed":
+                self.fail(RunError(f"torch cannot be imported: {details[0]}", hint="run `prism doctor`"))
+            elif kind == "fork_failed":
+                self.fail(RunError(f"rank {details[0]} could not be forked: {details[1]}"))
+            elif kind == "forked":
+                self.ranks[details[0]].pid = details[1]
+            elif kind == "exited":
+                self._exited(*details)
+
+    def _exited(self, rank: int, status: int) -> None:
+        process = self.ranks[rank]
+        while process.channel is not None and wire.wait_readable(process.channel.sock, 0.0):
+            self._from_rank(process, selectors.EVENT_READ)  # what it said last
+        process.exited = True
+        if os.WIFSIGNALED(status):
+            process.signal_number = os.WTERMSIG(status)
+            self.fail(_rank_killed(process))
+        elif not process.finished:
+            process.exit_code = os.WEXITSTATUS(status)
+            # os._exit(0) in the script is its right; any other silent end is a failure
+            if process.exit_code:
+                self.fail(_rank_failed(process))
+        self.policy.ended(rank)
+
+    def _settle_failure(self) -> None:
+        """Give the other ranks a moment: one that was killed explains better than its peers' broken connections."""
+        if self._failure is None or isinstance(self._failure, RankKilledError):
+            return
+        deadline = time.monotonic() + 0.5
+        first = self._failure
+        while time.monotonic() < deadline and self._interrupted is None:
+            self._failure = None
+            self._turn(0.05)
+            if isinstance(self._failure, RankKilledError):
+                return
+        self._failure = first
+
+    def _end_processes(self) -> None:
+        alive = [process for process in self.ranks.values() if process.pid and not process.exited]
+        for process in alive:
+            _kill(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + GRACE_S
+        while not self._all_gone(alive) and time.monotonic() < deadline:
+            with contextlib.suppress(PrismError):
+                for key, events in self._selector.select(0.05):
+                    if isinstance(key.data, RankProcess):
+                        self._drain(key.data, events)
+                    elif key.data == self._from_forkserver:
+                        self._from_forkserver()
+        for process in alive:
+            if not process.exited:
+                _kill(process.pid, signal.SIGKILL)
+        self._control.close()
+        try:
+            self._forkserver.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            self._forkserver.kill()
+            self._forkserver.wait()
+        for process in self.ranks.values():
+            if process.channel is not None:
+                process.channel.close()
+        self._selector.close()
+        self._server.close()
+
+    def _all_gone(self, alive: Sequence[RankProcess]) -> bool:
+        return all(process.exited for process in alive)
+
+    def _drain(self, process: RankProcess, events: int) -> None:
+        """Read and drop: a rank that is ending must not block on a full socket."""
+        if process.channel is not None and events & selectors.EVENT_READ:
+            try:
+                process.channel.receive_ready()
+            except wire.ChannelClosed:
+                self._selector.unregister(process.channel.sock)
+                process.channel.close()
+                process.channel = process.outbound = None
+
+
+def _kill(pid: int, number: int) -> None:
+    """Signal a rank's process group: data loader workers go with it."""
+    for call in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            call(pid, number)
+
+
+def _start_forkserver(environment: Mapping[str, str], arena_fd: int) -> tuple[subprocess.Popen[bytes], wire.Channel]:
+    ours, theirs = socket.socketpair()
+    descriptors = [theirs.fileno()] + ([arena_fd] if arena_fd >= 0 else [])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prism_sdk.runtime.forkserver", str(theirs.fileno())],
+        pass_fds=descriptors, env=dict(environment), start_new_session=True,
+    )  # fmt: skip
+    theirs.close()
+    return process, wire.Channel(ours)
+
+
+def _rank_failed(process: RankProcess) -> PrismError:
+    return RankFailedError(process.rank, exit_code=process.exit_code or 1, traceback_text=process.error)
+
+
+def _rank_killed(process: RankProcess) -> PrismError:
+    return RankKilledError(process.rank, signal_number=process.signal_number or 0)

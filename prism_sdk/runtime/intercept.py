@@ -1,0 +1,179 @@
+"""Replaces the kernels of the `c10d::` operators, so that every communication of a rank passes one seam.
+
+Responsible for installing the kernels, for knowing every process group, and for swapping the backend under c10d where a
+mode wants that.  What a call does is decided by the installed `Seam`.
+
+Why operators and not functions of torch.distributed: DDP's C++ reducer, functional collectives and DTensor never call
+those functions, but all of them dispatch these operators (../../spec/decisions/0101-interception.md).
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup, Work
+from torch.distributed import distributed_c10d
+
+from prism_sdk.runtime.calls import Call, GroupState, stable_group_id
+from prism_sdk.runtime.operators import OPERATORS
+
+_DISPATCH_KEYS = ("CPU", "CUDA")
+
+
+class Seam(ABC):
+    """What a mode does with the communication of its rank."""
+
+    #: a mode that replaces the backend gets process groups over torch's fake backend; others keep the script's own
+    replaces_backend: bool = False
+
+    @abstractmethod
+    def issue(self, call: Call) -> Work:
+        """Start `call` and return its work handle."""
+
+    def install(self) -> None:  # noqa: B027 - optional
+        """Replace what else the mode needs replaced (rendezvous, coalescing)."""
+
+    def finish(self, status: str) -> None:  # noqa: B027 - optional
+        """The rank's program has ended."""
+
+    def summary(self) -> dict[str, object]:
+        """Facts for the launcher's report."""
+        return {}
+
+    def group_created(self, group: GroupState) -> None:  # noqa: B027 - optional
+        """Told of each new process group of this rank."""
+
+    def keeps_real_backend(self, ranks: tuple[int, ...]) -> bool:
+        """For a mode that replaces the backend: True for a group that is to run on the script's own backend."""
+        return False
+
+
+class Interceptor:
+    """Installs a `Seam` under torch.distributed in this process."""
+
+    def __init__(self, seam: Seam) -> None:
+        self.seam = seam
+        self.pid = os.getpid()
+        self.groups: dict[str, GroupState] = {}
+        self._generations: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._library: torch.library.Library | None = None
+
+    @property
+    def active(self) -> bool:
+        """False in processes that the rank forked (data loader workers): they communicate as without Prism."""
+        return self.pid == os.getpid()
+
+    def install(self) -> None:
+        """Replace the kernels and follow the creation of process groups. Undo is not offered: it lasts as long as the rank."""
+        self._library = torch.library.Library("c10d", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for
+            for name in OPERATORS:
+                self._replace(name)
+        self._follow_groups()
+
+    def _replace(self, name: str) -> None:
+        try:
+            schema = torch._C._get_schema(f"c10d::{name}", "")
+        except RuntimeError:
+            return  # an operator of another torch version
+        group_index = next(i for i, argument in enumerate(schema.arguments) if argument.name == "process_group")
+        num_returns = len(schema.returns)
+        assert self._library is not None
+        for key in _DISPATCH_KEYS:
+            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
+                continue
+            original = torch.library.get_kernel(f"c10d::{name}", key)
+            kernel = self._make_kernel(name, original, group_index, num_returns)
+            self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+
+    def _make_kernel(self, name: str, original: Any, group_index: int, num_returns: int) -> Callable[..., Any]:
+        parse = OPERATORS[name]
+        seam = self.seam
+
+        def kernel(keyset: Any, *args: Any) -> Any:
+            if not self.active:
+                return original.call_boxed(keyset, *args)
+            group = self.group_of(ProcessGroup.unbox(args[group_index]))
+
+            def native() -> Work | None:
+                result = original.call_boxed(keyset, *args)
+                if num_returns == 0:
+                    return None
+                return Work.unbox(result if num_returns == 1 else result[1])
+
+            with torch._C._DisableFuncTorch():
+                work = seam.issue(parse(group, native, args))
+            if num_returns == 0:
+                return None
+            boxed = work.boxed()
+            return boxed if num_returns == 1 else (args[0], boxed)
+
+        return kernel
+
+    # -- process groups ---------------------------------------------------------------------------------------------
+
+    def group_of(self, group: ProcessGroup) -> GroupState:
+        """The state of a group, also of one that was made behind our back (split in C++)."""
+        name = group.group_name
+        state = self.groups.get(name)
+        if state is None or len(state.ranks) != group.size():
+            mapping = distributed_c10d._world.pg_group_ranks.get(group)
+            ranks = tuple(mapping) if mapping else tuple(range(group.size()))
+            state = self._register(group, ranks, str(distributed_c10d._world.pg_map.get(group, ("unknown",))[0]))
+        return state
+
+    def _register(self, group: ProcessGroup, ranks: tuple[int, ...], backend: str) -> GroupState:
+        name = group.group_name
+        generation = self._generations.get((name, ranks), 0)
+        self._generations[name, ranks] = generation + 1
+        state = GroupState(
+            name=name, ranks=ranks, group_rank=group.rank(), backend=backend,
+            description=group.group_desc or "", group_id=stable_group_id(name, ranks, generation),
+        )  # fmt: skip
+        self.groups[name] = state
+        self.seam.group_created(state)
+        return state
+
+    def _follow_groups(self) -> None:
+        """Wrap the one function through which every process group of torch.distributed is made."""
+        original = distributed_c10d._new_process_group_helper
+
+        def new_process_group_helper(
+            group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, store: Any,
+            group_name: str, *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            if not self.active:
+                return original(
+                    group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs
+                )
+            ranks = tuple(global_ranks_in_group) or tuple(range(group_size))
+            replaced = self.seam.replaces_backend and not self.seam.keeps_real_backend(ranks)
+            requested = dist.Backend(backend) if backend else dist.Backend("undefined")
+            if replaced:
+                backend, kwargs = _fake_backend(requested), {**kwargs, "backend_options": None, "device_id": None}
+                args = (None, *args[1:]) if args else args  # backend_options may come by position
+            group, prefix_store = original(
+                group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs
+            )
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                if replaced:
+                    distributed_c10d._world.pg_map[group] = (requested, prefix_store)
+                    distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(requested))
+                self._register(group, ranks, str(requested))
+            return group, prefix_store
+
+        distributed_c10d._new_process_group_helper = new_process_group_helper
+
+
+def _fake_backend(requested: str) -> str:
+    """The fake backend for every device; importing the module registers it."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    return str(dist.Backend.FAKE)

@@ -1,0 +1,283 @@
+"""Carries out a `LaunchConfig`: builds the rank specifications, runs them, merges their shards into the output.
+
+Responsible for the order of things in one launch; processes are host.py's, scheduling is the policies'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import prismtrace
+from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.runtime.arena import create_arena
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
+from prism_sdk.runtime.host import Policy, RankHost
+from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
+from prism_sdk.runtime.shards import merge_shards, parts_directory
+
+Report = Callable[[str], None]
+
+
+def launch(config: LaunchConfig) -> LaunchResult:
+    """Run `config`; progress goes to stderr.
+
+    Raises PrismError as its parts do; whatever was recorded until then is in the output already.
+    """
+    report = _reporter(config)
+    if config.mode is LaunchMode.CALIBRATE:
+        from prism_sdk.runtime.calibrating import calibrate
+
+        return calibrate(config, report)
+    if config.mode is LaunchMode.EMULATE:
+        from prism_sdk.runtime.emulating import emulate
+
+        return emulate(config, report)
+    return run_job(config, _policy(config), report)
+
+
+def _reporter(config: LaunchConfig) -> Report:
+    if config.quiet:
+        return lambda text: None
+    return lambda text: print(f"prism {config.mode}: {text}", file=sys.stderr, flush=True)
+
+
+def _policy(config: LaunchConfig) -> Policy:
+    if config.mode is LaunchMode.RECORD:
+        from prism_sdk.runtime.coordinator import Coordinator
+
+        return Coordinator(config.num_slots or num_cpus(), pin=config.pin)
+    return AllAtOnce()
+
+
+def num_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+class AllAtOnce(Policy):
+    """Every rank runs from the start (observe, emulate)."""
+
+    def __init__(self) -> None:
+        self._running = 0
+        self._total = 0
+
+    def start(self) -> None:
+        self._total = len(self.host.specs)
+        for rank in self.host.specs:
+            self.host.spawn(rank)
+
+    def connected(self, rank: int) -> None:
+        self._running += 1
+
+    def ended(self, rank: int) -> None:
+        self._running -= 1
+
+    def status(self) -> str:
+        return f"{self._running} of {self._total} ranks running" if self._total else "torch is being loaded"
+
+
+def run_job(
+    config: LaunchConfig, policy: Policy, report: Report, *, ranks: Sequence[int] | None = None,
+    emulate: EmulateSpec | None = None, metadata: Mapping[str, str] | None = None,
+) -> LaunchResult:  # fmt: skip
+    """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
+    check_target(config)
+    started = time.monotonic_ns()
+    world_size = config.world_size
+    token = secrets.token_hex(16)
+    if ranks is None:
+        first = config.node_rank * config.nproc_per_node
+        ranks = range(first, first + config.nproc_per_node)
+    if config.mode is LaunchMode.RECORD and config.num_nodes > 1:
+        raise UnsupportedError("record runs all ranks on this machine", hint="give the whole size as --nproc-per-node")
+    master = _master(config)
+    if config.mode is LaunchMode.OBSERVE:
+        check_port(config, *master)
+    arena_fd = create_arena(world_size) if config.mode is not LaunchMode.OBSERVE else -1
+    facts = {**_metadata(config), **(metadata or {})}
+    with _parts(config.output, report) as parts:
+        specs = [
+            _rank_spec(config, rank, position, parts, token, arena_fd, emulate, facts, len(ranks), master)
+            for position, rank in enumerate(ranks)
+        ]
+        environment = _environment(config)
+        error: PrismError | None = None
+        host = RankHost(
+            specs, token=token, policy=policy, environment=environment, arena_fd=arena_fd, report=report
+        )
+        try:
+            report(f"{len(ranks)} of {world_size} ranks, torch is being loaded")
+            host.run()
+        except PrismError as failure:
+            error = failure
+        finally:
+            if arena_fd >= 0:
+                os.close(arena_fd)
+        closing = {"job.status": "complete" if error is None else "aborted", "job.error": str(error or "")}
+        for process in host.ranks.values():
+            for key, value in process.summary.items():
+                closing[f"rank.{process.rank}.{key}"] = str(value)
+        try:
+            written = _merge(parts, config.output, {k: v for k, v in closing.items() if v})
+        except PrismError as failure:
+            error, written = error or failure, False  # the first failure is the one to name
+    if error is not None:
+        if written:
+            error.hint = f"{error.hint}; " if error.hint else ""
+            error.hint += f"what was recorded until then is in {config.output}"
+        raise error
+    wall_ns = time.monotonic_ns() - started
+    report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
+    summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
+    return LaunchResult(0, config.output, world_size, wall_ns, summary)
+
+
+def check_target(config: LaunchConfig) -> None:
+    """Raise ScriptNotFoundError before anything is started."""
+    if config.is_module:
+        import importlib.util
+
+        sys.path.insert(0, os.getcwd())
+        try:
+            found = importlib.util.find_spec(config.target)
+        except (ImportError, ValueError):
+            found = None
+        finally:
+            sys.path.pop(0)
+        if found is None:
+            raise ScriptNotFoundError(config.target, is_module=True)
+    elif not Path(config.target).is_file():
+        raise ScriptNotFoundError(config.target, hint="the path is relative to the current folder")
+
+
+def _merge(parts: Path, output: Path, metadata: Mapping[str, str]) -> bool:
+    try:
+        return merge_shards(parts, output, metadata) > 0
+    except (OSError, prismtrace.PrismTraceError, AttributeError) as error:
+        raise OutputError(str(output), reason=str(error)) from error
+
+
+@contextlib.contextmanager
+def _parts(output: Path, report: Report) -> Iterator[Path]:
+    """The folder for shards, held by a lock; what a killed run left there is saved beside the output first."""
+    parts = parts_directory(output)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        parts.mkdir(exist_ok=True)
+        lock = (parts / "lock").open("w")
+    except OSError as error:
+        raise OutputError(str(output), reason=str(error)) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise OutputError(str(output), reason="another run is writing it now") from None
+        if any(parts.glob("rank-*.prism")):
+            saved = output.with_name(output.name + ".recovered")
+            stale = parts.with_name(parts.name + ".stale")
+            stale.mkdir(exist_ok=True)
+            for shard in parts.glob("rank-*"):
+                shard.rename(stale / shard.name)
+            _merge(stale, saved, {"job.status": "aborted"})
+            report(f"a killed run had left shards of {output}: saved as {saved}")
+        try:
+            yield parts
+        finally:
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _rank_spec(
+    config: LaunchConfig, rank: int, position: int, parts: Path, token: str, arena_fd: int,
+    emulate: EmulateSpec | None, metadata: Mapping[str, str], num_here: int,
+    master: tuple[str, int],
+) -> RankSpec:  # fmt: skip
+    local_rank = rank % config.nproc_per_node
+    address, port = master
+    environment = {
+        "RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": config.world_size,
+        "LOCAL_WORLD_SIZE": config.nproc_per_node, "GROUP_RANK": rank // config.nproc_per_node,
+        "GROUP_WORLD_SIZE": config.num_nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": config.world_size,
+        "ROLE_NAME": "default", "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": config.rdzv_id or "none",
+    }  # fmt: skip
+    shown = config.local_ranks_filter
+    return RankSpec(
+        mode=config.mode, rank=rank, world_size=config.world_size, local_rank=local_rank, target=config.target,
+        is_module=config.is_module, arguments=config.arguments, parts_dir=parts.absolute(), token=token,
+        environment={key: str(value) for key, value in environment.items()}, metadata=metadata,
+        cpus=_cpus(config, position, num_here), payloads=config.payloads or PayloadMode.FULL,
+        steps=config.steps or StepRange(), arena_fd=arena_fd, emulate=emulate, plugins=config.plugins,
+        adapters=config.adapters, stdout_to_stderr=config.json,
+        silent=shown is not None and local_rank not in shown,
+    )  # fmt: skip
+
+
+def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...] | None:
+    """One CPU for each rank where there are enough; else the system decides (a recording pins by slot)."""
+    available = sorted(os.sched_getaffinity(0))
+    if not config.pin or config.mode is LaunchMode.RECORD or num_here > len(available):
+        return None
+    return (available[position],)
+
+
+def _master(config: LaunchConfig) -> tuple[str, int]:
+    """Address and port of the rendezvous, as torchrun takes them from its flags; a free port when none is given."""
+    endpoint = (config.rdzv_endpoint or "").rpartition(":")
+    address = config.master_addr or endpoint[0] or "127.0.0.1"
+    port = config.master_port or (int(endpoint[2]) if endpoint[2].isdigit() else None)
+    if port is None and config.num_nodes > 1:
+        port = 29500
+    return address, free_port() if port is None else port
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def check_port(config: LaunchConfig, address: str, port: int) -> None:
+    """Raise PortInUseError when the rendezvous port is taken on this machine."""
+    if config.node_rank == 0 and address in ("127.0.0.1", "localhost"):
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind((address, port))
+            except OSError:
+                raise PortInUseError(address, port=port) from None
+
+
+def _environment(config: LaunchConfig) -> dict[str, str]:
+    """Environment of the fork server: the user's, one computing thread a rank as torchrun sets it, repeatable hashes."""
+    environment = {key: value for key, value in os.environ.items() if key != "PRISM_MODE"}
+    if config.world_size > 1:
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    environment.setdefault("PYTHONHASHSEED", "0")
+    return environment
+
+
+def _metadata(config: LaunchConfig) -> dict[str, str]:
+    return {
+        "job.argv": json.dumps([config.target, *config.arguments]),
+        "job.status": "running",
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "record.steps": str(config.steps or StepRange()),
+        "record.slots": str(config.num_slots or num_cpus()) if config.mode is LaunchMode.RECORD else "",
+    }
+
+
+def with_mode(config: LaunchConfig, mode: LaunchMode, output: Path) -> LaunchConfig:
+    """The same job under another verb."""
+    return replace(config, mode=mode, output=output)

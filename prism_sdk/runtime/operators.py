@@ -1,0 +1,243 @@
+"""From the arguments of each `c10d::` operator to a `Call`.
+
+Responsible for knowing the operators' schemas (torch 2.9 to 2.14) and nothing else; `intercept.py` installs the kernels.
+The lists of lists in the schemas are a relic of several devices per process: the first element is the only one used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState
+from prismtrace.model import DType, Op, ReduceOp
+
+# c10d::ReduceOp::RedOpType, as `op()` of the boxed object returns it
+_REDUCE_OPS = {
+    0: ReduceOp.SUM, 1: ReduceOp.AVG, 2: ReduceOp.PRODUCT, 3: ReduceOp.MIN, 4: ReduceOp.MAX,
+    5: ReduceOp.BAND, 6: ReduceOp.BOR, 7: ReduceOp.BXOR, 8: ReduceOp.PREMUL_SUM,
+}  # fmt: skip
+
+_DTYPES = {getattr(torch, member.name.lower()): member for member in DType if hasattr(torch, member.name.lower())}
+
+Native = Callable[[], Any]
+Parser = Callable[[GroupState, Native, tuple[Any, ...]], Call]
+
+
+def dtype_of(tensors: Sequence[torch.Tensor]) -> DType:
+    return _DTYPES.get(tensors[0].dtype, DType.UNSPECIFIED) if tensors else DType.UNSPECIFIED
+
+
+def _argument(args: tuple[Any, ...], index: int, default: Any) -> Any:
+    """Trailing arguments equal to their default may be left out by the dispatcher."""
+    return args[index] if len(args) > index else default
+
+
+def _slices(tensors: Sequence[torch.Tensor], source: int, start_bytes: int = 0) -> list[Delivery]:
+    """Deliveries that fill `tensors` one after the other from `start_bytes` of one source."""
+    deliveries = []
+    for tensor in tensors:
+        deliveries.append(Delivery(tensor, source, start_bytes))
+        start_bytes += tensor.nbytes
+    return deliveries
+
+
+def _all_reduce(group: GroupState, native: Native, args: tuple[Any, ...], async_index: int) -> Call:
+    tensors = args[0]
+    return Call(
+        Op.ALL_REDUCE, group, native, contribution=list(tensors), outputs=list(tensors),
+        deliveries=_slices(tensors, COMBINED), reduce_op=_REDUCE_OPS[args[2].op()],
+        is_async=_argument(args, async_index, True), dtype=dtype_of(tensors),
+    )  # fmt: skip
+
+
+def _broadcast(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    tensors, root = args[0], args[2]
+    mine = group.group_rank == root
+    return Call(
+        Op.BROADCAST, group, native, contribution=list(tensors) if mine else [], outputs=list(tensors),
+        deliveries=[] if mine else _slices(tensors, root), root=root, is_async=_argument(args, 4, True),
+        dtype=dtype_of(tensors),
+    )  # fmt: skip
+
+
+def _reduce(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    tensors, root = args[0], args[3]
+    mine = group.group_rank == root
+    return Call(
+        Op.REDUCE, group, native, contribution=list(tensors), outputs=list(tensors) if mine else [],
+        deliveries=_slices(tensors, COMBINED) if mine else [], reduce_op=_REDUCE_OPS[args[2].op()], root=root,
+        is_async=_argument(args, 5, True), dtype=dtype_of(tensors),
+    )  # fmt: skip
+
+
+def _gathered(outputs_by_member: Sequence[Sequence[torch.Tensor]]) -> list[Delivery]:
+    return [d for member, tensors in enumerate(outputs_by_member) for d in _slices(tensors, member)]
+
+
+def _all_gather_list(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    outputs, inputs = args[0][0], args[1]
+    return Call(
+        Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs),
+        deliveries=_gathered([[t] for t in outputs]), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+        equal_counts=len({t.numel() for t in outputs}) <= 1,
+    )  # fmt: skip
+
+
+def _all_gather_coalesced(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    by_member, inputs = args[0], args[1]
+    return Call(
+        Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=[t for ts in by_member for t in ts],
+        deliveries=_gathered(by_member), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+    )  # fmt: skip
+
+
+def _all_gather_tensors(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    """`_allgather_base_` (one pair) and `allgather_into_tensor_coalesced_` (lists)."""
+    outputs, inputs = args[0], args[1]
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    size, deliveries = len(group.ranks), []
+    offset = 0
+    for output, tensor in zip(outputs, inputs, strict=True):
+        parts = output.reshape(-1).chunk(size) if output.is_contiguous() else _rows(output, size)
+        deliveries += [Delivery(part, member, offset) for member, part in enumerate(parts)]
+        offset += tensor.nbytes
+    return Call(
+        Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
+        is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+    )  # fmt: skip
+
+
+def _rows(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
+    """Split a non-contiguous tensor along its first dimension, keeping views."""
+    return tensor.chunk(size, dim=0)
+
+
+def _gather(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    outputs, inputs, root = args[0], args[1], args[3]
+    mine = group.group_rank == root
+    gathered = list(outputs[0]) if mine and outputs else []
+    return Call(
+        Op.GATHER, group, native, contribution=list(inputs), outputs=gathered,
+        deliveries=_gathered([[t] for t in gathered]), root=root, is_async=_argument(args, 4, True),
+        dtype=dtype_of(inputs),
+    )  # fmt: skip
+
+
+def _scatter(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    outputs, inputs, root = args[0], args[1], args[3]
+    mine = group.group_rank == root
+    offset = outputs[0].nbytes * group.group_rank
+    return Call(
+        Op.SCATTER, group, native, contribution=list(inputs[0]) if mine else [], outputs=list(outputs),
+        deliveries=_slices(outputs, root, offset), root=root, is_async=_argument(args, 4, True),
+        dtype=dtype_of(outputs),
+    )  # fmt: skip
+
+
+def _reduce_scatter_tensors(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    """`_reduce_scatter_base_` (one pair) and `reduce_scatter_tensor_coalesced_` (lists)."""
+    outputs, inputs = args[0], args[1]
+    if isinstance(outputs, torch.Tensor):
+        outputs, inputs = [outputs], [inputs]
+    deliveries, offset = [], 0
+    for output, tensor in zip(outputs, inputs, strict=True):
+        deliveries.append(Delivery(output, COMBINED, offset + output.nbytes * group.group_rank))
+        offset += tensor.nbytes
+    return Call(
+        Op.REDUCE_SCATTER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
+        reduce_op=_REDUCE_OPS[args[3].op()], is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
+    )  # fmt: skip
+
+
+def _reduce_scatter_list(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    output, inputs = args[0][0], list(args[1][0])
+    offset = sum(t.nbytes for t in inputs[: group.group_rank])
+    return Call(
+        Op.REDUCE_SCATTER, group, native, contribution=inputs, outputs=[output],
+        deliveries=[Delivery(output, COMBINED, offset)], reduce_op=_REDUCE_OPS[args[3].op()],
+        is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
+    )  # fmt: skip
+
+
+def _all_to_all_list(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    outputs, inputs = list(args[0]), list(args[1])
+    return Call(
+        Op.ALL_TO_ALL, group, native, contribution=inputs, outputs=outputs, receive_tensors=outputs,
+        send_bytes=[t.nbytes for t in inputs], splits_in=[t.numel() for t in inputs],
+        splits_out=[t.numel() for t in outputs], is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+        equal_counts=False,
+    )  # fmt: skip
+
+
+def _all_to_all_tensor(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    output, tensor, splits_out, splits_in = args[0], args[1], list(args[3]), list(args[4])
+    size = len(group.ranks)
+    rows_in = splits_in or [tensor.size(0) // size] * size if tensor.dim() else [0] * size
+    rows_out = splits_out or [output.size(0) // size] * size if output.dim() else [0] * size
+    row_bytes = tensor[0].nbytes if tensor.dim() and tensor.size(0) else 0
+    per_row = tensor[0].numel() if row_bytes else 0
+    out_per_row = output[0].numel() if output.dim() and output.size(0) else 0
+    return Call(
+        Op.ALL_TO_ALL, group, native, contribution=[tensor], outputs=[output],
+        receive_tensors=list(output.split(rows_out, dim=0)) if output.dim() else [],
+        send_bytes=[n * row_bytes for n in rows_in], splits_in=[n * per_row for n in rows_in],
+        splits_out=[n * out_per_row for n in rows_out], is_async=_argument(args, 5, True), dtype=dtype_of([tensor]),
+        equal_counts=not (splits_in or splits_out),
+    )  # fmt: skip
+
+
+def _barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    return Call(Op.BARRIER, group, native, is_async=_argument(args, 3, True))
+
+
+def _monitored_barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    return Call(Op.BARRIER, group, native, is_async=False, all_ranks=bool(_argument(args, 4, False)))
+
+
+def _send(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    return Call(
+        Op.SEND, group, native, contribution=list(args[0]), peer=args[2], tag=args[3], dtype=dtype_of(args[0])
+    )  # fmt: skip
+
+
+def _recv(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    return Call(
+        Op.RECV, group, native, outputs=list(args[0]), deliveries=_slices(args[0], 0), peer=args[2], tag=args[3],
+        dtype=dtype_of(args[0]),
+    )  # fmt: skip
+
+
+def _recv_any(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
+    return Call(
+        Op.RECV, group, native, outputs=list(args[0]), deliveries=_slices(args[0], 0), peer=None, tag=args[2],
+        dtype=dtype_of(args[0]),
+    )  # fmt: skip
+
+
+# operator name -> parser; where the process group stands and what is returned follows from the schema
+OPERATORS: dict[str, Parser] = {
+    "allreduce_": lambda group, native, args: _all_reduce(group, native, args, 4),
+    "allreduce_coalesced_": lambda group, native, args: _all_reduce(group, native, args, 3),
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "_allgather_base_": _all_gather_tensors,
+    "allgather_": _all_gather_list,
+    "allgather_coalesced_": _all_gather_coalesced,
+    "allgather_into_tensor_coalesced_": _all_gather_tensors,
+    "_reduce_scatter_base_": _reduce_scatter_tensors,
+    "reduce_scatter_": _reduce_scatter_list,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_tensors,
+    "scatter_": _scatter,
+    "gather_": _gather,
+    "alltoall_base_": _all_to_all_tensor,
+    "alltoall_": _all_to_all_list,
+    "barrier": _barrier,
+    "monitored_barrier_": _monitored_barrier,
+    "send": _send,
+    "recv_": _recv,
+    "recv_any_source_": _recv_any,
+}

@@ -1,0 +1,213 @@
+"""Brings the values that virtual ranks contribute into memory before a sandbox rank asks for them.
+
+Responsible for the pool shared by one sandbox rank and its assistant process, at both ends.
+
+The assistant (`python -m prism_sdk.runtime.prefetch`) walks the rank's operations in order and copies payloads from the
+trace into a ring in shared memory, as far ahead as the ring allows.  It runs on CPUs that no sandbox rank uses where
+there are any, and outside the rank's own memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from mmap import MAP_SHARED, PROT_READ, PROT_WRITE, mmap
+from pathlib import Path
+
+import prismtrace
+
+_HEADER = struct.Struct("<qqqq")  # produced, consumed, reserved, reserved
+_HEADER_BYTES = 4096
+_TABLE_ENTRIES = 1 << 16
+_ENTRY = struct.Struct("<qq")  # offset in the data area, size; offset -1: too large for the ring, or skipped
+_DATA_START = _HEADER_BYTES + _TABLE_ENTRIES * _ENTRY.size
+_IDLE_S = 0.0005
+
+
+@dataclass(frozen=True)
+class Item:
+    """One payload to bring in."""
+
+    digest: bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PayloadSequence:
+    """The payloads of one rank in order; after the last one it goes on from `repeat_from`."""
+
+    items: tuple[Item, ...]
+    repeat_from: int
+
+    def from_index(self, index: int) -> Item | None:
+        """Item number `index`, counted on through the repetitions; None when there is nothing to repeat."""
+        if index < len(self.items):
+            return self.items[index]
+        span = len(self.items) - self.repeat_from
+        return None if span <= 0 else self.items[self.repeat_from + (index - len(self.items)) % span]
+
+
+def create_ring(capacity_bytes: int) -> int:
+    """Create the shared ring; returns its descriptor."""
+    fd = os.memfd_create("prism-prefetch", 0)
+    os.ftruncate(fd, _DATA_START + capacity_bytes)
+    return fd
+
+
+class Ring:
+    """The shared pool: a table of entries and a circular data area. One producer, one consumer."""
+
+    def __init__(self, fd: int) -> None:
+        self.size = os.fstat(fd).st_size
+        self.capacity = self.size - _DATA_START
+        self.map = mmap(fd, self.size, MAP_SHARED, PROT_READ | PROT_WRITE)
+        self.view = memoryview(self.map)
+        self._counters = self.view[:16].cast("q")
+
+    @property
+    def produced(self) -> int:
+        return self._counters[0]
+
+    @produced.setter
+    def produced(self, value: int) -> None:
+        self._counters[0] = value
+
+    @property
+    def consumed(self) -> int:
+        return self._counters[1]
+
+    @consumed.setter
+    def consumed(self, value: int) -> None:
+        self._counters[1] = value
+
+    def set_entry(self, index: int, offset: int, num_bytes: int) -> None:
+        _ENTRY.pack_into(self.map, _HEADER_BYTES + (index % _TABLE_ENTRIES) * _ENTRY.size, offset, num_bytes)
+
+    def entry(self, index: int) -> tuple[int, int]:
+        return _ENTRY.unpack_from(self.map, _HEADER_BYTES + (index % _TABLE_ENTRIES) * _ENTRY.size)
+
+    def data(self, offset: int, num_bytes: int) -> memoryview:
+        return self.view[_DATA_START + offset : _DATA_START + offset + num_bytes]
+
+
+@dataclass
+class PrefetchCounts:
+    """How well the pool served: operations found ready, operations read on demand, and bytes of each."""
+
+    hits: int = 0
+    misses: int = 0
+    hit_bytes: int = 0
+    miss_bytes: int = 0
+
+
+class Consumer:
+    """The sandbox rank's end."""
+
+    def __init__(self, fd: int, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:
+        self._ring = Ring(fd)
+        self._reader = reader
+        self._sequence = sequence
+        self.counts = PrefetchCounts()
+
+    def take(self, first: int, count: int) -> list[memoryview]:
+        """The payloads `first` to `first + count`; valid until `release`. What is not there yet is read from the trace."""
+        views = []
+        for index in range(first, first + count):
+            item = self._sequence.from_index(index)
+            assert item is not None
+            offset = -1
+            if self._ring.produced > index:
+                offset, num_bytes = self._ring.entry(index)
+            if offset >= 0:
+                views.append(self._ring.data(offset, num_bytes))
+                self.counts.hits += 1
+                self.counts.hit_bytes += num_bytes
+                continue
+            buffer = bytearray(item.num_bytes)
+            self._reader.read_payload_into(item.digest, buffer)
+            views.append(memoryview(buffer))
+            self.counts.misses += 1
+            self.counts.miss_bytes += item.num_bytes
+        return views
+
+    def release(self, up_to: int) -> None:
+        """Payloads before `up_to` are no longer needed."""
+        self._ring.consumed = max(self._ring.consumed, up_to)
+
+
+def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:
+    """Fill the ring until the process is ended."""
+    held: list[tuple[int, int, int]] = []  # (index, offset, end) of what lies in the data area, oldest first
+    head = 0
+    index = 0
+    while (item := sequence.from_index(index)) is not None:
+        consumed = ring.consumed
+        if consumed > index:  # the rank was faster and read for itself
+            index = consumed
+            ring.produced = index
+            continue
+        while held and held[0][0] < consumed:
+            held.pop(0)
+        if index - consumed >= _TABLE_ENTRIES:
+            time.sleep(_IDLE_S)
+            continue
+        offset = _place(item.num_bytes, ring.capacity, head, held)
+        if offset is None:
+            if item.num_bytes > ring.capacity:
+                ring.set_entry(index, -1, 0)
+                index += 1
+                ring.produced = index
+            else:
+                time.sleep(_IDLE_S)
+            continue
+        if item.num_bytes:
+            reader.read_payload_into(item.digest, ring.data(offset, item.num_bytes))
+        held.append((index, offset, offset + item.num_bytes))
+        head = offset + item.num_bytes
+        ring.set_entry(index, offset, item.num_bytes)
+        index += 1
+        ring.produced = index
+
+
+def _place(num_bytes: int, capacity: int, head: int, held: Sequence[tuple[int, int, int]]) -> int | None:
+    """Where `num_bytes` fit in the circular area, or None while it is full."""
+    if not held:
+        return 0 if num_bytes <= capacity else None
+    tail = held[0][1]
+    if head > tail or (head == tail and len(held) == 0):
+        if head + num_bytes <= capacity:
+            return head
+        return 0 if num_bytes < tail else None
+    return head if head + num_bytes < tail else None
+
+
+def save_sequence(path: Path, sequence: PayloadSequence) -> None:
+    path.write_bytes(pickle.dumps(([(item.digest, item.num_bytes) for item in sequence.items], sequence.repeat_from)))
+
+
+def load_sequence(path: Path) -> PayloadSequence:
+    items, repeat_from = pickle.loads(path.read_bytes())
+    return PayloadSequence(tuple(Item(*item) for item in items), repeat_from)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Assistant process: ring descriptor, trace, sequence file, CPUs (comma separated, may be empty)."""
+    fd, trace, path, cpus = argv
+    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: end with the launcher
+    if cpus:
+        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+    with prismtrace.TraceReader(trace) as reader:
+        _produce(Ring(int(fd)), reader, load_sequence(Path(path)))
+    return 0
+
+
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

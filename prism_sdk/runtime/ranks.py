@@ -1,0 +1,50 @@
+"""What a rank process is told when it starts.
+
+Values only; they travel from the launcher through the fork server by pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from prism_sdk.runtime.config import LaunchMode, PayloadMode, StepRange
+
+
+@dataclass(frozen=True)
+class EmulateSpec:
+    """Where a sandbox rank finds the graph it meets (see emulate.py)."""
+
+    graph: Path
+    plan: Path
+    sandbox: tuple[int, ...]
+    backend: str
+    prefetch_bytes: int
+    rendezvous_port: int
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """Everything one rank process needs to know."""
+
+    mode: LaunchMode
+    rank: int
+    world_size: int
+    local_rank: int
+    target: str
+    is_module: bool
+    arguments: tuple[str, ...]
+    parts_dir: Path
+    token: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    cpus: tuple[int, ...] | None = None
+    payloads: PayloadMode = PayloadMode.NONE
+    steps: StepRange = StepRange()
+    arena_fd: int = -1
+    emulate: EmulateSpec | None = None
+    plugins: tuple[str, ...] = ()
+    adapters: tuple[str, ...] | None = None
+    stdout_to_stderr: bool = False
+    silent: bool = False

@@ -1,0 +1,257 @@
+"""The recording seam: the rank hands its communication to the coordinator and gives up its slot when it must wait.
+
+Responsible for the rank's side of an operation; matching and scheduling are the coordinator's.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from prism_sdk.errors import CollectiveMismatchError, PrismError
+from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime.arena import Arena
+from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.config import PayloadMode
+from prism_sdk.runtime.intercept import Seam
+from prism_sdk.runtime.matching import Contribution, Key
+from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
+from prism_sdk.runtime.ranks import RankSpec
+from prism_sdk.runtime.tensors import Bytes, combine, deliver, deliver_combined
+from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.wire import Channel
+from prism_sdk.runtime.work import PrismWork, outstanding_works
+from prismtrace.model import Op
+
+INLINE_BYTES = 16384  # contributions up to this travel inside the message
+
+
+class Conversation:
+    """Request and reply with the coordinator; one thread at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._lock = threading.RLock()
+
+    def tell(self, message: tuple[Any, ...]) -> None:
+        with self._lock:
+            self.channel.send(message)
+
+    def ask(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Send and block for the reply; meanwhile the coordinator may ask where this rank stands."""
+        with self._lock:
+            self.channel.send(message)
+            while True:
+                reply = self.channel.receive()
+                if reply[0] != "stack":
+                    return reply
+                self.channel.send(("stack", user_stack()))
+
+
+def user_stack() -> list[str]:
+    """This thread's Python stack without Prism's own frames, innermost last."""
+    own = __name__.rpartition(".")[0]
+    frames = [f for f in traceback.walk_stack(sys._getframe(1)) if not f[0].f_globals.get("__name__", "").startswith(own)]
+    lines = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in frames]
+    lines.reverse()
+    start = next((i for i, text in enumerate(lines) if "<frozen runpy>" not in text and "forkserver" not in text), 0)
+    return lines[start:]
+
+
+def user_place() -> str:
+    """File and line of the innermost frame outside torch and Prism."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith(("torch", "prism_sdk")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "unknown"
+
+
+class RecordSeam(Seam):
+    """Every collective and message goes through the coordinator."""
+
+    replaces_backend = True
+
+    def __init__(self, spec: RankSpec, tracer: Tracer, channel: Channel) -> None:
+        self.spec = spec
+        self.tracer = tracer
+        self.conversation = Conversation(channel)
+        self.arena = Arena(spec.arena_fd, spec.rank)
+        self._serial = 0
+        self._told_step = -1
+
+    def install(self) -> None:
+        from prism_sdk.runtime.store import install_rendezvous
+
+        install_rendezvous(self.conversation, self.release)
+        install_coalescing()
+
+    def group_created(self, group: GroupState) -> None:
+        trace_group(self.tracer, group)
+        ranks = group.ranks if group.group_rank == 0 else None
+        self.conversation.tell(("group", group.group_id, group.description or group.name, ranks))
+
+    # -- one operation ----------------------------------------------------------------------------------------------
+
+    def issue(self, call: Call) -> Any:
+        posted = now_ns()
+        seq = take_number(call)
+        unit = self.tracer.communication(call, posted, seq)
+        if self.tracer.step != self._told_step:
+            self._told_step = self.tracer.step
+            self.conversation.tell(("step", self._told_step))
+        key = self._key(call, seq)
+        keeps = self.spec.payloads is not PayloadMode.NONE and self.tracer.step in self.spec.steps
+        if call.op is not Op.RECV:
+            self._post(call, key, unit, keeps)
+        handle: PrismWork | None = None
+
+        def complete(timeout: timedelta | None) -> None:
+            start = now_ns() if call.is_async else posted
+            self._complete(call, key, unit, keeps, handle)
+            self.tracer.wait(unit, start, now_ns(), blocked=True)
+
+        def poll() -> bool:
+            return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
+
+        handle = PrismWork(complete, poll, call.outputs)
+        if call.op is Op.BARRIER and not call.is_async:
+            handle.wait()  # monitored_barrier returns no handle
+        return handle
+
+    def _key(self, call: Call, seq: int) -> Key:
+        group = call.group
+        if not call.is_p2p:
+            return ("c", group.group_id, seq)
+        me, tag = group.ranks[group.group_rank], call.tag or 0
+        if call.peer is None:
+            self._serial += 1
+            return ("a", group.group_id, me, tag, self._serial)
+        peer = group.ranks[call.peer]
+        source, destination = (me, peer) if call.op is Op.SEND else (peer, me)
+        return ("p", group.group_id, source, destination, tag, seq)
+
+    def _post(self, call: Call, key: Key, unit: int, keeps: bool) -> None:
+        contribution: Contribution = None
+        if call.has_contribution:
+            data = Bytes(call.contribution)
+            contribution = self._place(data)
+            wanted = not call.is_reduction or self.spec.payloads is PayloadMode.FULL
+            if keeps and wanted:
+                self.tracer.amend(unit, rows.PAYLOAD_IN, self.tracer.writer.add_payload(data.joined()))
+        p2p = call.is_p2p
+        size, group_rank = (1, 0) if p2p else (len(call.group.ranks), call.group.group_rank)
+        self.conversation.tell(
+            ("post", key, size, group_rank, call.signature(), contribution, call.send_bytes, user_place())
+        )
+
+    def _place(self, data: Bytes) -> Contribution:
+        if data.num_bytes <= INLINE_BYTES:
+            return bytes(data.joined())
+        offset = self.arena.allocate(data.num_bytes)
+        self.arena.write(offset, data.views)
+        return (offset, data.num_bytes)
+
+    def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> None:
+        if call.op is Op.SEND:
+            return
+        kind, sources, extra, _ = self._ask(("wait", key, call.needs, call.root))
+        read_into = self._reader(sources, call, key)
+        digest = None
+        if kind == "combine":
+            totals = combine(call, len(call.group.ranks), read_into)
+            deliver_combined(call, totals)
+            data = Bytes(totals)
+            if keeps and call.op in (Op.ALL_REDUCE, Op.REDUCE):
+                digest = self.tracer.writer.add_payload(data.joined())
+            self.conversation.tell(("combined", key, self._place(data), digest))
+        elif call.needs != "none":
+            deliver(call, read_into, lambda member: sources[member][1])
+        if call.peer is None and call.op is Op.RECV:
+            key = extra
+            source = call.group.ranks.index(key[2])
+            settle_any_source(self.tracer, unit, call.group, source, call.tag or 0)
+            if handle is not None:
+                handle.source = source
+        elif kind == "ready":
+            digest = extra
+        self.conversation.tell(("taken", key))
+        if keeps and call.op is Op.REDUCE_SCATTER:
+            digest = self.tracer.writer.add_payload(Bytes(call.outputs).joined())
+        if digest is not None:
+            self.tracer.amend(unit, rows.PAYLOAD_OUT, digest)
+
+    def _reader(self, sources: dict[int, Any], call: Call, key: Key) -> Callable[[int, int, memoryview], None]:
+        def read_into(member: int, offset: int, view: memoryview) -> None:
+            contribution = sources[member][0]
+            available = len(contribution) if isinstance(contribution, bytes) else (contribution or (0, 0))[1]
+            if offset + len(view) > available:
+                raise CollectiveMismatchError(
+                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    values={call.group.ranks[call.group.group_rank]: f"expects {offset + len(view)} bytes or more of "
+                            f"member {member} at {user_place()}, which gave {available}"},
+                )  # fmt: skip
+            if isinstance(contribution, bytes):
+                view[:] = contribution[offset : offset + len(view)]
+            else:
+                self.arena.read_into(contribution[0] + offset, view)
+
+        return read_into
+
+    def _ask(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        reply = self.conversation.ask(message)
+        self.release(reply[-1])
+        return reply
+
+    def release(self, regions: list[tuple[int, int]]) -> None:
+        """Regions of ours that every member has read."""
+        for offset, num_bytes in regions:
+            self.arena.release(offset, num_bytes)
+
+    def finish(self, status: str) -> None:
+        if status != "complete":
+            return
+        for work in outstanding_works():  # results nobody waited for are still due to the other members
+            try:
+                if work.is_completed():
+                    work.wait()
+            except (PrismError, RuntimeError):
+                return
+
+
+def install_coalescing() -> None:
+    """Make explicit coalescing a list of operations: torch's fake backend would drop them (it does so silently)."""
+    group_class = dist.ProcessGroup
+    open_lists: dict[str, list[Any]] = {}
+
+    def start(self: Any, device: torch.device) -> None:
+        open_lists[self.group_name] = outstanding_works()
+
+    def end(self: Any, device: torch.device) -> Any:
+        before = {id(work) for work in open_lists.pop(self.group_name, [])}
+        return _Several([work for work in outstanding_works() if id(work) not in before])
+
+    group_class._start_coalescing = start
+    group_class._end_coalescing = end
+
+
+class _Several(PrismWork):
+    """The work of a coalesced block: all of its operations."""
+
+    def __init__(self, works: list[PrismWork]) -> None:
+        def complete(timeout: timedelta | None) -> None:
+            for work in works:
+                work.wait(timeout)
+
+        super().__init__(complete, lambda: all(work.is_completed() for work in works), [])
+
+

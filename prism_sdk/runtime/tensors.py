@@ -1,0 +1,127 @@
+"""Tensor bytes in and out of contributions, and the reduction of contributions in rank order.
+
+Responsible for memory layout and arithmetic; where the bytes come from is the caller's.
+
+Results are computed by adding up in ascending rank order, in the tensors' own dtype, so they do not depend on who
+computes them or when.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+
+import torch
+
+from prism_sdk.runtime.arena import tensor_memory
+from prism_sdk.runtime.calls import COMBINED, Call
+from prismtrace.model import ReduceOp
+
+ReadInto = Callable[[int, int, memoryview], None]  # (member, offset in its contribution, destination)
+
+_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    ReduceOp.SUM: lambda total, part: total.add_(part),
+    ReduceOp.AVG: lambda total, part: total.add_(part),
+    ReduceOp.PREMUL_SUM: lambda total, part: total.add_(part),
+    ReduceOp.PRODUCT: lambda total, part: total.mul_(part),
+    ReduceOp.MIN: lambda total, part: torch.minimum(total, part, out=total),
+    ReduceOp.MAX: lambda total, part: torch.maximum(total, part, out=total),
+    ReduceOp.BAND: lambda total, part: total.bitwise_and_(part),
+    ReduceOp.BOR: lambda total, part: total.bitwise_or_(part),
+    ReduceOp.BXOR: lambda total, part: total.bitwise_xor_(part),
+}
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, as a view that leaves its storage resizable."""
+    return tensor_memory(tensor.data_ptr(), tensor.nbytes)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, contiguous, on the CPU, without pending conjugation or negation."""
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.cpu().contiguous()
+
+
+class Bytes:
+    """The bytes of some tensors one after the other, kept alive as long as this object."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kept = [plain(tensor) for tensor in tensors if tensor.numel()]
+        self.views = [memory_of(tensor) for tensor in self._kept]
+        self.num_bytes = sum(len(view) for view in self.views)
+
+    def joined(self) -> memoryview | bytes:
+        """All in one buffer, without a copy when there is only one."""
+        if len(self.views) == 1:
+            return self.views[0]
+        return b"".join(self.views)
+
+
+def fill(tensor: torch.Tensor, read: Callable[[memoryview], None]) -> None:
+    """Overwrite `tensor` with what `read` puts into a buffer of its size."""
+    if tensor.numel() == 0:
+        return
+    target = tensor.detach()
+    if target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
+        read(memory_of(target))
+        return
+    buffer = torch.empty(target.shape, dtype=target.dtype)
+    read(memory_of(buffer))
+    target.copy_(buffer)
+
+
+def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Tensor]:
+    """Reduce all members' contributions of `call` in rank order; one flat tensor for each tensor of the contribution."""
+    fold = _FOLD[call.reduce_op]
+    totals, offset = [], 0
+    for like in call.contribution:
+        total = torch.empty(like.numel(), dtype=like.dtype)
+        if like.numel():
+            part = torch.empty_like(total)
+            for member in range(num_members):
+                target = total if member == 0 else part
+                read_into(member, offset, memory_of(target))
+                if member:
+                    fold(total, part)
+            if call.reduce_op is ReduceOp.AVG:
+                total.div_(num_members, rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
+        totals.append(total)
+        offset += like.nbytes
+    return totals
+
+
+def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequence[int]]) -> None:
+    """Fill the outputs of `call`. For an all-to-all, `send_bytes(member)` says how that member's contribution is split."""
+    for delivery in call.deliveries:
+        fill(delivery.tensor, lambda view, d=delivery: read_into(d.source, d.offset_bytes, view))  # type: ignore[misc]
+    if call.receive_tensors is not None:
+        me = call.group.group_rank
+        for member, tensor in enumerate(call.receive_tensors):
+            offset = sum(send_bytes(member)[:me])
+            fill(tensor, lambda view, m=member, o=offset: read_into(m, o, view))  # type: ignore[misc]
+
+
+def deliver_combined(call: Call, totals: Sequence[torch.Tensor]) -> None:
+    """Fill the outputs of a reduction from `combine`'s result, without a detour through shared memory."""
+    joined = Bytes(totals).joined()
+    view = memoryview(joined)
+
+    def read_into(source: int, offset: int, target: memoryview) -> None:
+        assert source == COMBINED
+        copy_bytes(target, view[offset : offset + len(target)])
+
+    deliver(call, read_into, lambda member: ())
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """memcpy without the interpreter lock, so that a second thread of the rank goes on."""
+    if not len(target):
+        return
+    destination = (ctypes.c_char * len(target)).from_buffer(target)
+    if source.readonly:
+        target[:] = source
+        return
+    ctypes.memmove(destination, (ctypes.c_char * len(source)).from_buffer(source), len(target))

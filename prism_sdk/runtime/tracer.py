@@ -1,0 +1,245 @@
+"""Turns what a rank does into units, steps and scalars of a trace shard.
+
+Responsible for the rows and their order, for phases and step boundaries; it takes no part in communication.
+
+The hot path appends one small list per event; everything else (columns, compression, writing) happens at a step boundary
+when enough rows have gathered.  Clock: CLOCK_MONOTONIC, one clock for all processes of a machine.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prism_sdk.runtime.calls import Call
+from prismtrace import ABSENT, TraceWriter
+from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
+
+now_ns = time.monotonic_ns
+
+FLUSH_ROWS = 8192
+FLUSH_INTERVAL_NS = 5_000_000_000
+
+# positions in a row; a row is a list because completion times and payloads are filled in later
+(KIND, PHASE, START, END, GROUP, SEQ, OP, REDUCE_OP, DTYPE, COUNT_IN, COUNT_OUT, PEER, TAG, ASYNC, AWAITS, MEMORY,
+ LABEL, PAYLOAD_IN, PAYLOAD_OUT, SPLITS_IN, SPLITS_OUT) = range(21)  # fmt: skip
+_COLUMNS = (
+    "kind", "phase", "start_ns", "end_ns", "group_id", "seq", "op", "reduce_op", "dtype", "num_elements_in",
+    "num_elements_out", "peer", "tag", "is_async", "awaits", "memory_bytes", "label", "payload_in", "payload_out",
+    "splits_in", "splits_out",
+)  # fmt: skip
+_OBJECT_COLUMNS = frozenset({"label", "payload_in", "payload_out", "splits_in", "splits_out"})
+_ABSENT32 = int(np.iinfo(np.int32).min)
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
+_COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
+
+
+class ResidentMemory:
+    """Private resident bytes of this process: what stands in /proc/self/statm less the shared pages."""
+
+    def __init__(self) -> None:
+        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def __call__(self) -> int:
+        fields = os.pread(self._fd, 128, 0).split()
+        return (int(fields[1]) - int(fields[2])) * _PAGE
+
+
+class Tracer:
+    """Collects the rows of one rank and writes them to its shard."""
+
+    def __init__(self, rank: int, writer: TraceWriter, *, memory: Callable[[], int] | None = None) -> None:
+        self.rank = rank
+        self.writer = writer
+        self._memory = memory or ResidentMemory()
+        self._rows: list[list[Any]] = []
+        self._flushed = 0  # unit_index of _rows[0]
+        self._last_ns = now_ns()  # end of the last host row
+        self._phase = int(Phase.OTHER)
+        self._other_since = 0  # unit_index from which OTHER rows may turn out to be the next microbatch's forward
+        self._boundary: tuple[int, int, int] | None = None  # (unit_index, time, cpu time) after the last optimizer step
+        self._open_losses: list[float | Callable[[], float]] = []
+        self._losses_at_boundary = 0
+        self._num_backwards = 0  # in the open step: a step without any is none (a dummy optimizer step at start-up)
+        self._bounds: list[tuple[int, int]] = []  # (unit_index, step): rows from there on belong to the step
+        self._steps: list[tuple[int, int, int, float, int, int, int]] = []
+        self._scalars: list[tuple[int, str, float]] = []
+        self._memory_peak = 0
+        self.step = 0
+        self._step_start = ABSENT
+        self._step_cpu = 0
+        self._last_flush = now_ns()
+        self.finished = False
+
+    # -- events -----------------------------------------------------------------------------------------------------
+
+    @property
+    def num_units(self) -> int:
+        return self._flushed + len(self._rows)
+
+    def compute_until(self, end_ns: int) -> None:
+        """Close the compute row that began where the last host row ended."""
+        if end_ns > self._last_ns:
+            self._rows.append(
+                [_COMPUTE, self._phase, self._last_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT,
+                 0, ABSENT, ABSENT, None, None, None, None, None]
+            )  # fmt: skip
+        self._last_ns = end_ns
+
+    def communication(self, call: Call, posted_ns: int, seq: int) -> int:
+        """Add the row of a communication posted at `posted_ns`; returns its unit_index."""
+        self.compute_until(posted_ns)
+        group = call.group
+        peer = call.root if call.root is not None else call.peer
+        self._rows.append(
+            [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
+             int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
+             _ABSENT32 if peer is None else group.ranks[peer], ABSENT if call.tag is None else call.tag,
+             1 if call.is_async else 0, ABSENT, ABSENT, None, None, None, call.splits_in, call.splits_out]
+        )  # fmt: skip
+        return self._flushed + len(self._rows) - 1
+
+    def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
+        """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion."""
+        self.compute_until(start_ns)
+        self._rows.append(
+            [_WAIT, self._phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
+             ABSENT, None, None, None, None, None]
+        )  # fmt: skip
+        self._last_ns = end_ns
+        if blocked:
+            self.amend(unit, END, end_ns)
+
+    def amend(self, unit: int, position: int, value: Any) -> None:
+        """Fill in one field of a row that is not written yet."""
+        index = unit - self._flushed
+        if index >= 0:
+            self._rows[index][position] = value
+
+    # -- phases and steps -------------------------------------------------------------------------------------------
+
+    def backward_begins(self, losses: list[float | Callable[[], float]]) -> None:
+        self._enter(Phase.BACKWARD)
+        self._close_step_if_due()
+        for row in self._rows[max(self._other_since - self._flushed, 0) :]:
+            if row[PHASE] == Phase.OTHER:
+                row[PHASE] = int(Phase.FORWARD)
+        self._open_losses += losses
+        self._num_backwards += 1
+
+    def backward_ends(self) -> None:
+        self._enter(Phase.OTHER)
+        self._other_since = self.num_units
+
+    def optimizer_begins(self) -> None:
+        self._enter(Phase.OPTIMIZER)
+
+    def optimizer_ends(self) -> None:
+        """A step may end here; it does once the next backward begins (several optimizers may step one after the other)."""
+        self._enter(Phase.OTHER)
+        self._other_since = self.num_units
+        if self._num_backwards:
+            self._boundary = (self.num_units, self._last_ns, time.process_time_ns())
+            self._losses_at_boundary = len(self._open_losses)
+
+    def _enter(self, phase: Phase) -> None:
+        before = len(self._rows)
+        self.compute_until(now_ns())
+        resident = self._memory()
+        if resident > self._memory_peak:
+            self._memory_peak = resident
+        if len(self._rows) > before:
+            self._rows[-1][MEMORY] = resident
+        self._phase = int(phase)
+
+    def _close_step_if_due(self) -> None:
+        if self._boundary is None:
+            return
+        unit, end_ns, cpu_ns = self._boundary
+        self._boundary = None
+        values = [float(v() if callable(v) else v) for v in self._open_losses[: self._losses_at_boundary]]
+        del self._open_losses[: self._losses_at_boundary]
+        self._scalars += [(self.step, "loss", value) for value in values]
+        loss = math.fsum(values) / len(values) if values else math.nan
+        self._steps.append(
+            (self.step, self._step_start, end_ns, loss, len(values), self._memory_peak, cpu_ns - self._step_cpu)
+        )
+        self._step_start, self._step_cpu, self._memory_peak, self._num_backwards = end_ns, cpu_ns, 0, 0
+        self.step += 1
+        self._bounds.append((unit, self.step))
+        if len(self._rows) >= FLUSH_ROWS or now_ns() - self._last_flush > FLUSH_INTERVAL_NS:
+            self.flush(everything=False)
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def add_group(self, group: ProcessGroup) -> None:
+        self.writer.add_group(group)
+
+    def flush(self, *, everything: bool = True, open_unit: int | None = None) -> None:
+        """Write rows out: all, or those before the current step (and before `open_unit`, still to be amended)."""
+        num = len(self._rows)
+        if not everything:
+            num = min(num, self._bounds[-1][0] - self._flushed if self._bounds else 0)
+        if open_unit is not None:
+            num = min(num, open_unit - self._flushed)
+        if num > 0:
+            rows, self._rows = self._rows[:num], self._rows[num:]
+            self.writer.add_units(self.rank, self._columns(rows))
+            self._flushed += num
+        if self._steps:
+            names = ("step", "start_ns", "end_ns", "loss", "num_losses", "memory_peak_bytes", "cpu_time_ns")
+            self.writer.add_steps(self.rank, dict(zip(names, zip(*self._steps, strict=True), strict=True)))
+            self._steps = []
+        if self._scalars:
+            columns = dict(zip(("step", "name", "value"), zip(*self._scalars, strict=True), strict=True))
+            self.writer.add_scalars(self.rank, columns)
+            self._scalars = []
+        self.writer.flush()
+        self._last_flush = now_ns()
+
+    def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
+        columns: dict[str, Any] = {}
+        for name, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
+            if name in _OBJECT_COLUMNS:
+                columns[name] = list(values)
+            else:
+                columns[name] = np.array(values, dtype=np.uint64 if name == "group_id" else np.int64)
+        columns["step"] = self._step_column(len(rows))
+        return columns
+
+    def _step_column(self, num: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        first = self._flushed
+        starts = np.array([0] + [unit for unit, _ in self._bounds], dtype=np.int64)
+        steps = np.array([self._bounds[0][1] - 1 if self._bounds else self.step] + [s for _, s in self._bounds])
+        column = steps[np.searchsorted(starts, np.arange(first, first + num), side="right") - 1]
+        passed = [bound for bound in self._bounds if bound[0] <= first + num]
+        if passed:
+            self._bounds = [passed[-1], *[b for b in self._bounds if b[0] > first + num]]
+        return column.astype(np.int64)
+
+    def finish(self, status: str) -> None:
+        """Close the open step, write everything and finalise the shard. Safe to call twice."""
+        if self.finished:
+            return
+        self.finished = True
+        self.compute_until(now_ns())
+        self._close_step_if_due()
+        self.flush()
+        self.writer.set_metadata(f"rank.{self.rank}.status", status)
+        self.writer.close()
+
+
+def open_shard(directory: Path, rank: int, graph_kind: Any, world_size: int, metadata: dict[str, str]) -> TraceWriter:
+    """Create the shard of `rank` in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    return TraceWriter(
+        directory / f"rank-{rank:05d}.prism", graph_kind=graph_kind, world_size=world_size, metadata=metadata
+    )

@@ -1,0 +1,122 @@
+"""Work handles that the modes return to torch.
+
+Responsible for the life of a handle between C++ and Python; completing the operation is the business of the mode.
+
+C++ keeps only the C++ half of a Python `Work`: once the Python half is collected, `wait()` from C++ blocks for ever.  So
+a handle stays referenced here until it was waited for, and some thousand more after that (functional collectives and
+futures may ask again); what it holds of the operation is dropped at once, or memory would not be that of the real job.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+_live: dict[int, PrismWork] = {}
+_finished: deque[PrismWork] = deque(maxlen=4096)
+
+
+def outstanding_works() -> list[PrismWork]:
+    """Handles that nobody has waited for yet, oldest first."""
+    return list(_live.values())
+
+
+class PrismWork(Work):  # type: ignore[misc]
+    """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
+
+    def __init__(
+        self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._complete: Callable[[timedelta | None], None] | None = complete
+        self._poll: Callable[[], bool] | None = poll
+        self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        self._future: torch.futures.Future[Any] | None = None
+        self._error: BaseException | None = None
+        self.source = -1  # group rank that a receive from any source was matched with
+        _live[id(self)] = self
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        complete = self._complete
+        if complete is not None:
+            try:
+                complete(timeout)
+            except BaseException as error:
+                self._error = error
+                self._release()
+                if self._future is not None and not self._future.done():
+                    self._future.set_exception(error)
+                raise
+            self._release()
+        elif self._error is not None:
+            raise self._error
+        if self._future is not None and not self._future.done():
+            self._future.set_result(self.result())
+        return True
+
+    def _release(self) -> None:
+        self._complete = self._poll = None
+        _live.pop(id(self), None)
+        _finished.append(self)
+
+    def is_completed(self) -> bool:
+        return self._poll is None or self._poll()
+
+    def is_success(self) -> bool:
+        return self._complete is None and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for reference in self._outputs if (tensor := reference()) is not None]
+
+    def source_rank(self) -> int:
+        return self.source
+
+    def _source_rank(self) -> int:
+        return self.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that completes with this work.
+
+        C++ waits for futures where Python cannot see it (DDP's reducer).  Inside a backward pass the wait is made
+        visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work first.
+        Elsewhere the work is waited for now.
+        """
+        if self._future is None:
+            self._future = _LazyFuture(self)
+            if self._complete is None:
+                self._future.set_result(self.result())
+            else:
+                try:
+                    torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+                except RuntimeError:
+                    self.wait()
+        return self._future
+
+
+class _LazyFuture(torch.futures.Future):  # type: ignore[misc]
+    """Waiting for it in Python drives the work, so that a script may ask before the backward pass has ended."""
+
+    def __init__(self, work: PrismWork) -> None:
+        super().__init__()
+        self._work = weakref.ref(work)
+
+    def wait(self) -> Any:
+        work = self._work()
+        if work is not None and not self.done():
+            work.wait()
+        return super().wait()

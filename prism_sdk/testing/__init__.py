@@ -1,0 +1,31 @@
+"""For authors of plugins: contract tests to subclass, and a plugin manager that sees nothing but your plugin.
+
+It is no part of a run, and imports pytest only where a test asks for it::
+
+    from prism_sdk.testing import CalibrationStrategyContract
+
+    class TestMine(CalibrationStrategyContract):
+        def make_strategy(self):
+            return Mine()
+
+For the fixture ``isolated_plugins``, write ``pytest_plugins = ["prism_sdk.testing.fixtures"]`` in ``conftest.py``.
+"""
+
+from prism_sdk.testing.contracts import (
+    CalibrationStrategyContract,
+    FrameworkAdapterContract,
+    NullNamer,
+    ReplayBackendContract,
+)
+from prism_sdk.testing.plugins import isolated_manager
+from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
+
+__all__ = [
+    "CalibrationStrategyContract",
+    "FrameworkAdapterContract",
+    "NullNamer",
+    "ReplayBackendContract",
+    "ScriptedCalibration",
+    "ScriptedReplay",
+    "isolated_manager",
+]

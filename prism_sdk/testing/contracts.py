@@ -1,0 +1,148 @@
+"""What every strategy, backend and adapter must hold to, as pytest classes to subclass.
+
+They test the contract of ``prism_sdk.abc`` only; how good the times of a plugin are is its own tests' matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from pathlib import Path
+from typing import Any
+
+import prismtrace
+from prism_sdk.abc import AdapterHook, CalibrationStrategy, FrameworkAdapter, ReplayBackend
+from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
+
+__all__ = ["CalibrationStrategyContract", "FrameworkAdapterContract", "NullNamer", "ReplayBackendContract"]
+
+
+def _check_names(plugin: Any) -> None:
+    assert isinstance(plugin.name, str) and plugin.name, "name: what the user types"
+    assert plugin.name == plugin.name.strip() and not any(character.isspace() for character in plugin.name)
+    assert isinstance(plugin.description, str) and plugin.description, "description: one line for `prism plugins`"
+    assert "\n" not in plugin.description
+
+
+class CalibrationStrategyContract:
+    """Subclass as ``Test...`` and give ``make_strategy``."""
+
+    def make_strategy(self) -> CalibrationStrategy:
+        """A new strategy object."""
+        raise NotImplementedError
+
+    def test_it_has_a_name_and_a_description(self) -> None:
+        _check_names(self.make_strategy())
+
+    def test_it_writes_a_calibrated_graph_of_all_ranks(self, tmp_path: Path) -> None:
+        context = ScriptedCalibration(tmp_path, world_size=3, num_slots=2)
+        result = self.make_strategy().calibrate(context)
+        assert result.output == context.output
+        with prismtrace.TraceReader(result.output) as reader:
+            assert reader.graph_kind is prismtrace.GraphKind.CALIBRATED
+            assert reader.world_size == 3
+            assert tuple(reader.ranks) == (0, 1, 2)
+            with prismtrace.TraceReader(context.graph_path) as bare:
+                assert [reader.num_units(rank) for rank in range(3)] == [bare.num_units(rank) for rank in range(3)]
+
+    def test_its_result_is_consistent(self, tmp_path: Path) -> None:
+        result = self.make_strategy().calibrate(ScriptedCalibration(tmp_path, world_size=3, num_slots=2))
+        assert result.step_low_ns <= result.predicted_step_ns <= result.step_high_ns
+        assert result.predicted_step_ns > 0
+        assert [one.index for one in result.passes] == list(range(len(result.passes))) and result.passes
+        assert result.passes[0].change_percent is None
+        assert all(one.step_low_ns <= one.predicted_step_ns <= one.step_high_ns for one in result.passes)
+
+    def test_it_leaves_the_bare_graph_as_it_was(self, tmp_path: Path) -> None:
+        context = ScriptedCalibration(tmp_path, world_size=2, num_slots=1)
+        before = context.graph_path.read_bytes()
+        self.make_strategy().calibrate(context)
+        assert context.graph_path.read_bytes() == before
+
+    def test_it_runs_every_rank(self, tmp_path: Path) -> None:
+        context = ScriptedCalibration(tmp_path, world_size=5, num_slots=2)
+        self.make_strategy().calibrate(context)
+        assert {rank for ranks, _ in context.slices for rank in ranks} == set(range(5))
+
+
+class ReplayBackendContract:
+    """Subclass as ``Test...`` and give ``make_backend``."""
+
+    def make_backend(self) -> ReplayBackend:
+        """A new backend object."""
+        raise NotImplementedError
+
+    def test_it_has_a_name_and_a_description(self) -> None:
+        _check_names(self.make_backend())
+
+    def test_it_holds_until_the_deadline(self, tmp_path: Path) -> None:
+        with self.make_backend().open(ScriptedReplay.create(tmp_path)) as session:
+            for wait_ns in (0, 50_000, 2_000_000):
+                deadline_ns = time.monotonic_ns() + wait_ns
+                lateness_ns = session.hold_until(deadline_ns)
+                assert time.monotonic_ns() >= deadline_ns
+                assert lateness_ns >= 0
+
+    def test_a_past_deadline_returns_at_once_and_says_how_late(self, tmp_path: Path) -> None:
+        with self.make_backend().open(ScriptedReplay.create(tmp_path)) as session:
+            begin_ns = time.monotonic_ns()
+            assert session.hold_until(begin_ns - 1_000_000_000) >= 1_000_000_000
+            assert time.monotonic_ns() - begin_ns < 500_000_000
+
+    def test_it_closes_twice(self, tmp_path: Path) -> None:
+        session = self.make_backend().open(ScriptedReplay.create(tmp_path))
+        session.close()
+        session.close()
+
+
+class NullNamer:
+    """A namer that forgets everything."""
+
+    def enter(
+        self,
+        phase: str,
+        *,
+        microbatch: int | None = None,
+        stage: int | None = None,
+        model_chunk: int | None = None,
+        label: str | None = None,
+    ) -> None:
+        """Nothing."""
+
+    def leave(self) -> None:
+        """Nothing."""
+
+
+class FrameworkAdapterContract:
+    """Subclass as ``Test...`` and give ``make_adapter``. The framework must be installed."""
+
+    def make_adapter(self) -> FrameworkAdapter:
+        """A new adapter object."""
+        raise NotImplementedError
+
+    def test_it_has_a_name_and_a_description(self) -> None:
+        _check_names(self.make_adapter())
+
+    def test_its_required_hooks_exist(self) -> None:
+        hooks = self.make_adapter().hooks()
+        assert hooks
+        for hook in hooks:
+            if hook.required:
+                assert callable(_find(hook)), f"{hook.module}.{hook.attribute} does not exist"
+
+    def test_it_restores_what_it_wraps(self) -> None:
+        adapter = self.make_adapter()
+        required = [hook for hook in adapter.hooks() if hook.required]
+        before = [_find(hook) for hook in required]
+        with adapter.activate(NullNamer()):
+            pass
+        after = [_find(hook) for hook in required]
+        assert all(one is other for one, other in zip(before, after, strict=True))
+
+
+def _find(hook: AdapterHook) -> Any:
+    *owners, name = hook.attribute.split(".")
+    owner: Any = importlib.import_module(hook.module)
+    for part in owners:
+        owner = getattr(owner, part)
+    return vars(owner)[name] if name in vars(owner) else getattr(owner, name)

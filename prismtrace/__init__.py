@@ -1,0 +1,78 @@
+"""Reads and writes PrismTrace files. Does not run, record or analyse training jobs, and imports no framework.
+
+A map for newcomers, from the inside out:
+
+    model      enums, process groups, the registry of tables and columns
+    errors     what may be raised, and the one place where foreign exceptions become trace errors
+    encoding   integer arrays <-> encoded streams;  columns  checks what callers hand in
+    chunk      rows of one table of one rank <-> a self-contained chunk;  tables  read-only columns
+    container  record frames, checksums, magic;  metas  the flatbuffers inside records
+    index      where everything is, from the footer or by a scan;  source  byte ranges of a file
+    writer     TraceWriter;  reader  TraceReader;  assemble  chunks -> one table
+    merge      shards -> one file
+"""
+
+from prismtrace.errors import (
+    PrismTraceError,
+    TraceChecksumError,
+    TraceDataError,
+    TraceFormatError,
+    TraceLimitError,
+    TraceReadError,
+    TraceTruncatedError,
+    TraceUnfinishedError,
+    TraceUsageError,
+    TraceVersionError,
+    TraceWriteError,
+)
+from prismtrace.merge import merge
+from prismtrace.model import (
+    ABSENT,
+    ABSENT32,
+    FORMAT_VERSION,
+    DType,
+    GraphKind,
+    Op,
+    Phase,
+    ProcessGroup,
+    ReduceOp,
+    TableKind,
+    UnitKind,
+)
+from prismtrace.reader import TraceReader
+from prismtrace.tables import DictionaryColumn, ListColumn, ScalarTable, StepTable, UnitTable
+from prismtrace.writer import TraceWriter, payload_digest
+
+__all__ = [
+    "ABSENT",
+    "ABSENT32",
+    "FORMAT_VERSION",
+    "DType",
+    "DictionaryColumn",
+    "GraphKind",
+    "ListColumn",
+    "Op",
+    "Phase",
+    "PrismTraceError",
+    "ProcessGroup",
+    "ReduceOp",
+    "ScalarTable",
+    "StepTable",
+    "TableKind",
+    "TraceChecksumError",
+    "TraceDataError",
+    "TraceFormatError",
+    "TraceLimitError",
+    "TraceReadError",
+    "TraceReader",
+    "TraceTruncatedError",
+    "TraceUnfinishedError",
+    "TraceUsageError",
+    "TraceVersionError",
+    "TraceWriteError",
+    "TraceWriter",
+    "UnitKind",
+    "UnitTable",
+    "merge",
+    "payload_digest",
+]

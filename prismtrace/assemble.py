@@ -1,0 +1,71 @@
+"""Joins the decoded columns of several chunks into one read-only table.
+
+Does not read or decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace.model import ColumnSpec
+from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table, frozen, missing_column
+
+T = TypeVar("T", bound=Table)
+Part = tuple[dict[str, Column], NDArray[np.int64]]
+
+
+def concatenate(
+    kind: type[T], rank: int, specs: Sequence[ColumnSpec], parts: Sequence[Part], *, selected: frozenset[str] | None
+) -> T:
+    """One table of the rows of all parts, in order."""
+    rows = [row_index for _, row_index in parts]
+    row_index = rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    columns: dict[str, Column] = {}
+    for spec in specs:
+        if any(spec.name in part for part, _ in parts):
+            found = [
+                part[spec.name] if spec.name in part else missing_column(spec, num_rows=len(index))
+                for part, index in parts
+            ]
+            columns[spec.name] = _joined(found)
+    return kind(rank, columns, row_index=frozen(row_index), selected=selected)
+
+
+def _joined(parts: list[Any]) -> Column:
+    first = parts[0]
+    if isinstance(first, DictionaryColumn):
+        return _joined_dictionaries(parts)
+    if isinstance(first, ListColumn):
+        return _joined_lists(parts)
+    return frozen(first if len(parts) == 1 else np.concatenate(parts))
+
+
+def _joined_dictionaries(parts: list[DictionaryColumn[Any]]) -> Column:
+    values: dict[Any, int] = {}
+    codes = []
+    for part in parts:
+        if len(parts) == 1:
+            break
+        used = np.unique(part.codes)
+        remap = np.full(len(part.values) + 1, -1, np.int32)
+        for code in used[used >= 0].tolist():
+            remap[code] = values.setdefault(part.values[code], len(values))
+        codes.append(remap[part.codes])
+    if len(parts) == 1:
+        return DictionaryColumn(frozen(parts[0].codes), parts[0].values)
+    return DictionaryColumn(frozen(np.concatenate(codes)), tuple(values))
+
+
+def _joined_lists(parts: list[ListColumn]) -> Column:
+    if len(parts) == 1:
+        part = parts[0]
+        return ListColumn(frozen(part.offsets), frozen(part.values), frozen(part.valid))
+    lengths = np.concatenate([np.diff(part.offsets) for part in parts])
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    values = np.concatenate([part.values for part in parts])
+    return ListColumn(frozen(offsets), frozen(values), frozen(np.concatenate([part.valid for part in parts])))

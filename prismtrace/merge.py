@@ -1,0 +1,210 @@
+"""Joins trace files into one by copying their chunks byte for byte.
+
+Does not decode columns or align clocks.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace import container, metas
+from prismtrace.container import RecordKind
+from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
+from prismtrace.index import Index, index_of_footer, scan
+from prismtrace.errors import TraceUnfinishedError
+from prismtrace.model import FORMAT_VERSION, GraphKind, ProcessGroup
+from prismtrace.source import PathSource, Source
+from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
+
+_COPY_BYTES: Final = 1 << 23
+
+
+@dataclass(frozen=True)
+class _Input:
+    path: str
+    header: metas.HeaderMeta
+    chunks: NDArray[Any]
+    payloads: NDArray[Any]
+
+
+def merge(
+    paths: Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    graph_kind: GraphKind | None = None,
+    allow_unfinished: bool = False,
+    overwrite: bool = False,
+) -> None:
+    """Writes the contents of all `paths` to `out`, which appears only when it is complete.
+
+    Where two inputs hold the same table of the same rank, or the same metadata key, the later input wins; a payload
+    is kept once. One input is open at a time.
+
+    Args:
+        paths: finished trace files of one job.
+        out: the file to create; may be one of the inputs when `overwrite` is set.
+        metadata: entries added last.
+        graph_kind: kind of the result; by default that of the last input.
+        allow_unfinished: also takes the whole records of files without an index.
+        overwrite: replaces a file that exists.
+
+    Raises:
+        TraceUsageError: no inputs.
+        TraceDataError: two inputs disagree about the world size or the ranks of a group.
+        TraceFormatError: an input is broken.
+        TraceWriteError: the result cannot be written, or exists.
+    """
+    if not paths:
+        raise TraceUsageError("nothing to merge: no input files")
+    target = os.fspath(out)
+    if os.path.lexists(target) and not overwrite:
+        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+    for key, value in (metadata or {}).items():
+        metas.check_entry(key, value)
+    inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
+    pairs.update(metadata or {})
+    header = _merged_header(inputs, graph_kind)
+    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
+    file = RecordFile(temporary, overwrite=True)
+    try:
+        _write(file, header, inputs, groups, pairs)
+        file.close()
+        with writing(target, what="cannot create"):
+            if overwrite:
+                os.replace(temporary, target)
+            else:
+                os.link(temporary, target)
+                os.unlink(temporary)
+    except BaseException:
+        if not file.closed:
+            file.close()
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def _survey(
+    paths: list[str], *, allow_unfinished: bool
+) -> tuple[list[_Input], dict[int, ProcessGroup], dict[str, str]]:
+    inputs: list[_Input] = []
+    groups: dict[int, ProcessGroup] = {}
+    pairs: dict[str, str] = {}
+    owner: dict[tuple[int, int], int] = {}
+    seen: set[bytes] = set()
+    for number, path in enumerate(paths):
+        source = PathSource(path)
+        try:
+            index = _index(source, allow_unfinished=allow_unfinished)
+        finally:
+            source.close()
+        for group in index.groups.values():
+            groups[group.group_id] = _same_group(groups.get(group.group_id), group, path)
+        pairs.update(index.metadata)
+        for key in set(zip(index.chunk_entries["table"].tolist(), index.chunk_entries["rank"].tolist(), strict=True)):
+            owner[key] = number
+        fresh = [digest not in seen for digest in index.payloads]
+        seen.update(index.payloads)
+        kept = index.payload_entries[list(index.payloads.values())][np.array(fresh, np.bool_)]
+        inputs.append(_Input(path, index.header, index.chunk_entries, kept))
+    for number, item in enumerate(inputs):
+        keys = zip(item.chunks["table"].tolist(), item.chunks["rank"].tolist(), strict=True)
+        mine = np.array([owner[key] == number for key in keys], np.bool_)
+        inputs[number] = replace(item, chunks=item.chunks[mine])
+    return inputs, groups, pairs
+
+
+def _index(source: Source, *, allow_unfinished: bool) -> Index:
+    try:
+        return index_of_footer(source)
+    except TraceUnfinishedError:
+        if not allow_unfinished:
+            raise
+        return scan(source)
+
+
+def _same_group(known: ProcessGroup | None, group: ProcessGroup, path: str) -> ProcessGroup:
+    if known is None:
+        return group
+    if known.ranks != group.ranks:
+        message = f"group {group.group_id} has ranks {group.ranks}, an earlier file says {known.ranks}"
+        raise TraceDataError(message, path=path)
+    return ProcessGroup(
+        group.group_id, group.name or known.name, group.description or known.description,
+        group.backend or known.backend, group.ranks,
+    )
+
+
+def _merged_header(inputs: list[_Input], graph_kind: GraphKind | None) -> metas.HeaderMeta:
+    sizes = {item.header.world_size: item.path for item in inputs if item.header.world_size}
+    if len(sizes) > 1:
+        text = ", ".join(f"{size} ({path})" for size, path in sizes.items())
+        raise TraceDataError(f"the world sizes differ: {text}", path=inputs[-1].path)
+    kind = inputs[-1].header.graph_kind if graph_kind is None else int(graph_kind)
+    required = 0
+    for item in inputs:
+        required |= item.header.required_features
+    version = max([FORMAT_VERSION, *(item.header.version for item in inputs)])
+    return metas.HeaderMeta(version, required, 0, kind, next(iter(sizes), 0), WRITER_NAME)
+
+
+def _write(
+    file: RecordFile, header: metas.HeaderMeta, inputs: list[_Input], groups: dict[int, ProcessGroup],
+    pairs: dict[str, str],
+) -> None:
+    file.append([container.MAGIC, *container.pack_record(RecordKind.HEADER, metas.pack_header(header))[1]])
+    if pairs:
+        file.append(container.pack_record(RecordKind.METADATA, metas.pack_metadata(pairs))[1])
+    if groups:
+        file.append(container.pack_record(RecordKind.GROUP, metas.pack_groups(groups.values()))[1])
+    chunks, payloads = [], []
+    for item in inputs:
+        if len(item.chunks) or len(item.payloads):
+            moved = _copy(file, item)
+            chunks.append(moved[0])
+            payloads.append(moved[1])
+    footer = metas.FooterMeta(
+        header.required_features,
+        np.concatenate(chunks) if chunks else np.zeros(0, metas.CHUNK_ENTRY),
+        np.concatenate(payloads) if payloads else np.zeros(0, metas.PAYLOAD_ENTRY),
+        tuple(groups.values()),
+        pairs,
+    )
+    append_footer(file, footer)
+
+
+def _copy(file: RecordFile, item: _Input) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Copies the records of one input and returns their index entries at the new place."""
+    chunks, payloads = item.chunks.copy(), item.payloads.copy()
+    ends = payloads["data_offset"] + (payloads["stored_length"] + np.uint64(7) & ~np.uint64(7))
+    offsets = np.concatenate([chunks["offset"], payloads["offset"]])
+    lengths = np.concatenate([chunks["length"], ends - payloads["offset"]])
+    moved = np.zeros_like(offsets)
+    source = PathSource(item.path)
+    try:
+        order = np.argsort(offsets, kind="stable").tolist()
+        runs: list[list[int]] = []
+        position = file.offset
+        for number in order:
+            offset, length = int(offsets[number]), int(lengths[number])
+            moved[number] = position
+            position += length
+            if runs and runs[-1][1] == offset:
+                runs[-1][1] = offset + length
+            else:
+                runs.append([offset, offset + length])
+        for start, end in runs:
+            for offset in range(start, end, _COPY_BYTES):
+                file.append([source.read_at(offset, min(_COPY_BYTES, end - offset))])
+    finally:
+        source.close()
+    chunks["offset"] = moved[: len(chunks)]
+    payloads["data_offset"] += moved[len(chunks) :] - payloads["offset"]
+    payloads["offset"] = moved[len(chunks) :]
+    return chunks, payloads

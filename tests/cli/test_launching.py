@@ -1,0 +1,195 @@
+"""From a launch line to a ``LaunchConfig``: torchrun's spellings, checks before anything starts, reports after.
+
+The launcher itself is replaced by one that keeps the config; running jobs is tested with the runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from prism_sdk.cli.main import run
+from prism_sdk.errors import RankFailedError
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
+from prism_sdk.testing.scripted import write_trace
+from prismtrace import GraphKind
+
+
+class Launcher:
+    """Stands where the launcher stands, and keeps what it is asked to do."""
+
+    def __init__(self) -> None:
+        self.config: LaunchConfig | None = None
+        self.exit_code = 0
+        self.error: Exception | None = None
+
+    def launch(self, config: LaunchConfig) -> LaunchResult:
+        self.config = config
+        if self.error is not None:
+            raise self.error
+        return LaunchResult(
+            exit_code=self.exit_code,
+            output=config.output,
+            world_size=config.world_size,
+            wall_ns=1_500_000_000,
+            summary={"steps": 3, "loss": float("nan"), "path": config.output},
+        )
+
+    @property
+    def asked(self) -> LaunchConfig:
+        assert self.config is not None, "nothing was launched"
+        return self.config
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launcher:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "lab.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    stand_in = Launcher()
+    module = ModuleType("prism_sdk.runtime.launcher")
+    module.launch = stand_in.launch  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "prism_sdk.runtime.launcher", module)
+    return stand_in
+
+
+def graph(kind: GraphKind, *, world_size: int = 4) -> str:
+    path = Path(f"{kind.name.lower()}.prism")
+    step_ns = None if kind is GraphKind.BARE else 1000
+    write_trace(path, kind=kind, world_size=world_size, ranks=range(world_size), num_steps=2, step_ns=step_ns)
+    return str(path)
+
+
+def test_defaults(launcher: Launcher) -> None:
+    assert run(["observe", "train.py"]) == 0
+    assert launcher.asked == LaunchConfig(mode=LaunchMode.OBSERVE, target="train.py", output=Path("observed.prism"))
+
+
+@pytest.mark.parametrize("separator", [["--"], []])
+def test_options_of_prism_end_at_the_script(launcher: Launcher, separator: list[str]) -> None:
+    assert run(["record", "-o", "x.prism", *separator, "train.py", "--lr", "1", "--slots", "9", "-o", "y"]) == 0
+    config = launcher.asked
+    assert (config.target, config.is_module, config.output) == ("train.py", False, Path("x.prism"))
+    assert config.arguments == ("--lr", "1", "--slots", "9", "-o", "y")
+    assert config.num_slots is None
+
+
+@pytest.mark.parametrize("words", [["-m", "lab", "-x"], ["--", "-m", "lab", "-x"], ["--module", "--", "lab", "-x"]])
+def test_modules(launcher: Launcher, words: list[str]) -> None:
+    assert run(["observe", *words]) == 0
+    assert (launcher.asked.target, launcher.asked.is_module, launcher.asked.arguments) == ("lab", True, ("-x",))
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_torchrun_spellings(launcher: Launcher, dash: str) -> None:
+    flags = {
+        "--nproc-per-node": "4",
+        "--nnodes": "2:2",
+        "--node-rank": "1",
+        "--master-addr": "10.0.0.1",
+        "--master-port": "29500",
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": "10.0.0.1:29400",
+        "--rdzv-id": "my_job",
+        "--local-ranks-filter": "0,2-3",
+    }
+    words = [f"--{name[2:].replace('-', dash)}={value}" for name, value in flags.items()]
+    assert run(["observe", *words, "--standalone", "train.py", "--keep_this", "a_b"]) == 0
+    config = launcher.asked
+    assert (config.nproc_per_node, config.num_nodes, config.node_rank, config.world_size) == (4, 2, 1, 8)
+    assert (config.master_addr, config.master_port) == ("10.0.0.1", 29500)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id) == ("c10d", "10.0.0.1:29400", "my_job")
+    assert (config.local_ranks_filter, config.standalone) == ((0, 2, 3), True)
+    assert config.arguments == ("--keep_this", "a_b")
+
+
+def test_flags_of_torchrun_without_meaning_are_accepted_and_named(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["observe", "--max_restarts=0", "-r", "3", "train.py"]) == 0
+    text = capsys.readouterr().err
+    assert "--max-restarts is ignored" in text and "--redirects is ignored" in text and "--tee" not in text
+
+
+def test_everything_else(launcher: Launcher) -> None:
+    words = "record --world-size 8 --slots 2 --steps 2:5 --payloads results --no-pin -q -O a=1 -O b=x=y"
+    assert run([*words.split(), "train.py"]) == 0
+    config = launcher.asked
+    assert (config.world_size, config.num_slots, config.steps) == (8, 2, StepRange(2, 5))
+    assert (config.payloads, config.pin, config.quiet) == (PayloadMode.RESULTS, False, True)
+    assert config.options == {"a": "1", "b": "x=y"}
+
+
+def test_the_world_of_calibrate_and_emulate_is_the_graphs(launcher: Launcher) -> None:
+    assert run(["calibrate", "--graph", graph(GraphKind.BARE), "train.py"]) == 0
+    assert (launcher.asked.world_size, launcher.asked.graph) == (4, Path("bare.prism"))
+    calibrated = graph(GraphKind.CALIBRATED, world_size=8)
+    assert run(["emulate", "--graph", calibrated, "--sandbox", "0,5-7", "--", "train.py"]) == 0
+    assert (launcher.asked.world_size, launcher.asked.sandbox) == (8, (0, 5, 6, 7))
+    assert run(["emulate", "--graph", calibrated, "--nproc-per-node", "8", "train.py"]) == 0
+
+
+def test_json_is_the_last_line_and_strict(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher.exit_code = 7
+    assert run(["observe", "--json", "train.py"]) == 1
+    values = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert values["exit_code"] == 7 and values["mode"] == "observe" and values["wall_ns"] == 1_500_000_000
+    assert values["summary"] == {"steps": 3, "loss": None, "path": "observed.prism"}
+
+
+def test_the_report_goes_to_stderr(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["observe", "train.py"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "prism observe: done, 1 ranks, 1.5 s, wrote observed.prism" in captured.err
+    assert run(["observe", "-q", "train.py"]) == 0
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_failed_rank_is_a_message(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    launcher.error = RankFailedError(1, exit_code=1, traceback_text="ValueError: lr", file="observed.prism")
+    assert run(["observe", "train.py"]) == 1
+    text = capsys.readouterr().err
+    assert "rank 1 failed" in text and "ValueError: lr" in text and "kept in observed.prism" in text
+    assert "defect of Prism" not in text
+
+
+BAD = {
+    "no script": (["observe"], 2, "which script?"),
+    "script missing": (["observe", "--", "none.py"], 2, "'none.py' does not exist"),
+    "elastic": (["observe", "--nnodes", "1:4", "train.py"], 2, "elastic"),
+    "no ranks": (["observe", "--nproc-per-node", "0", "train.py"], 2, "not between 1"),
+    "node rank": (["observe", "--nnodes", "2", "--node-rank", "2", "train.py"], 2, "not below --nnodes 2"),
+    "contradiction": (["record", "--world-size", "2", "--nproc-per-node", "3", "train.py"], 2, "contradict"),
+    "sandbox text": (["emulate", "--graph", "calibrated.prism", "--sandbox", "0,x", "train.py"], 2, "'x' in '0,x'"),
+    "sandbox rank": (["emulate", "--graph", "calibrated.prism", "--sandbox", "4", "train.py"], 2, "ranks 0 to 3"),
+    "world size": (["emulate", "--graph", "calibrated.prism", "--nproc-per-node", "2", "train.py"], 2, "has 4"),
+    "bare to emulate": (["emulate", "--graph", "bare.prism", "train.py"], 2, "prism calibrate"),
+    "emulated to calibrate": (["calibrate", "--graph", "emulated.prism", "train.py"], 2, "result of an emulation"),
+    "no graph": (["emulate", "train.py"], 2, "--graph"),
+    "graph missing": (["emulate", "--graph", "none.prism", "train.py"], 3, "none.prism"),
+    "graph not a trace": (["emulate", "--graph", "train.py", "train.py"], 3, "train.py"),
+    "output folder": (["observe", "-o", "none/x.prism", "train.py"], 2, "there is no folder none"),
+    "output is a folder": (["observe", "-o", ".", "train.py"], 2, "is a folder"),
+    "output is the graph": (["calibrate", "--graph", "bare.prism", "-o", "bare.prism", "train.py"], 2, "graph itself"),
+    "strategy": (["calibrate", "--graph", "bare.prism", "--strategy", "none", "train.py"], 2, "no strategy is called"),
+    "backend": (["emulate", "--graph", "calibrated.prism", "--backend", "none", "train.py"], 2, "no backend is called"),
+    "adapter": (["observe", "--adapter", "none", "train.py"], 2, "no adapter is called 'none'"),
+    "plugin": (["observe", "--plugin", "not_there_at_all", "train.py"], 2, "'not_there_at_all' is broken"),
+    "option": (["observe", "-O", "repeats", "train.py"], 2, "key=value"),
+}
+
+
+@pytest.mark.parametrize(("words", "code", "message"), BAD.values(), ids=BAD)
+def test_mistakes_are_found_before_anything_starts(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str], words: list[str], code: int, message: str
+) -> None:
+    for kind in (GraphKind.BARE, GraphKind.CALIBRATED, GraphKind.EMULATED):
+        graph(kind)
+    assert run(words) == code
+    assert message in capsys.readouterr().err
+    assert launcher.config is None

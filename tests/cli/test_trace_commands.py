@@ -1,0 +1,117 @@
+"""info, validate, recover and merge on real trace files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import prismtrace
+from prism_sdk.cli.main import run
+from prism_sdk.testing.scripted import write_trace
+from prismtrace import GraphKind
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_trace(
+        tmp_path / "real.prism", kind=GraphKind.OBSERVED, world_size=4, ranks=range(4), num_steps=3, step_ns=2_000_000
+    )
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path, trace: Path) -> Path:
+    path = tmp_path / "cut.prism"
+    path.write_bytes(trace.read_bytes()[:-40])
+    return path
+
+
+def as_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+def test_info(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", str(trace)]) == 0
+    text = capsys.readouterr().out
+    for part in ("observed graph", "ranks: 4 of 4, 48 units", "step: 2.000 ms", "0..2", "default_pg", "gloo", "0-3"):
+        assert part in text
+
+
+def test_info_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", "--json", str(trace)]) == 0
+    values = as_json(capsys)
+    assert (values["graph_kind"], values["world_size"], values["num_units"]) == ("observed", 4, 48)
+    assert values["size_bytes"] == trace.stat().st_size and values["finished"] is True
+    assert values["ranks"][3]["step_ns_median"] == 2_000_000 and values["ranks"][3]["loss_last"] is None
+    assert values["groups"][0]["ranks"] == [0, 1, 2, 3]
+
+
+def test_info_of_a_bare_graph_has_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_trace(
+        tmp_path / "b.prism", kind=GraphKind.BARE, world_size=20, ranks=range(20), num_steps=1, step_ns=None
+    )
+    assert run(["info", str(path)]) == 0
+    text = capsys.readouterr().out
+    assert "step:" not in text and "and 4 more ranks" in text
+    assert run(["info", "--all", str(path)]) == 0
+    assert "more ranks" not in capsys.readouterr().out
+
+
+def test_info_of_an_unfinished_file_says_so(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["info", str(unfinished)]) == 0
+    assert "unfinished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["info", "validate"])
+@pytest.mark.parametrize("content", [None, b"", b"not a trace at all, but long enough to hold a header"])
+def test_what_is_no_trace_is_unreadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, content: bytes | None
+) -> None:
+    path = tmp_path / "x.prism"
+    if content is not None:
+        path.write_bytes(content)
+    assert run([command, str(path)]) == 3
+    captured = capsys.readouterr()
+    assert str(path) in captured.err and "Traceback" not in captured.err
+
+
+def test_validate(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["validate", str(trace)]) == 0
+    assert "is a valid trace" in capsys.readouterr().out
+    assert run(["validate", "--json", str(trace)]) == 0
+    values = as_json(capsys)
+    assert values["valid"] is True
+
+
+def test_validate_finds_a_changed_byte(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = bytearray(trace.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    trace.write_bytes(data)
+    assert run(["validate", str(trace)]) == 1
+    assert "error: " in capsys.readouterr().out
+
+
+def test_recover(unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "saved.prism"
+    assert run(["recover", str(unfinished), "-o", str(output)]) == 0
+    assert "wrote" in capsys.readouterr().out
+    with prismtrace.TraceReader(output) as reader:
+        assert reader.world_size == 4
+    assert run(["recover", str(unfinished), "-o", str(unfinished)]) == 2
+
+
+def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        write_trace(
+            tmp_path / f"{rank}.prism", kind=GraphKind.OBSERVED, world_size=2, ranks=[rank], num_steps=2, step_ns=10
+        )
+        for rank in range(2)
+    ]
+    output = tmp_path / "all.prism"
+    assert run(["merge", *map(str, parts), "-o", str(output)]) == 0
+    with prismtrace.TraceReader(output) as reader:
+        assert tuple(reader.ranks) == (0, 1)
+    assert run(["merge", *map(str, parts), "-o", str(parts[0])]) == 2
+    assert "one of the files to merge" in capsys.readouterr().err

@@ -1,0 +1,105 @@
+"""Cases of wrong arguments: what the user is told must not depend on the backend; nothing here communicates.
+
+Only refusals that every rank meets by itself belong here: a mismatch between ranks is undefined under gloo.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from . import Context, attempt, case
+from .collectives import whole
+
+
+@case()
+def refused_types(ctx: Context) -> Any:
+    return [
+        attempt(lambda: dist.all_reduce([whole(ctx)])),
+        attempt(lambda: dist.all_reduce("text")),
+        attempt(lambda: dist.broadcast(None, src=0)),
+        attempt(lambda: dist.all_gather(whole(ctx), whole(ctx))),
+        attempt(lambda: dist.all_to_all([whole(ctx)], whole(ctx))),
+        attempt(lambda: dist.P2POp(dist.all_reduce, whole(ctx), 0)),
+        attempt(lambda: dist.batch_isend_irecv([])),
+        attempt(lambda: dist.batch_isend_irecv([None])),
+    ]
+
+
+@case()
+def refused_dtypes(ctx: Context) -> Any:
+    doubles = [torch.zeros(6, dtype=torch.float64) for _ in ctx.peers]
+    return [
+        attempt(lambda: dist.all_gather(doubles, whole(ctx))),
+        attempt(lambda: dist.gather(whole(ctx), doubles if ctx.rank == 0 else None, dst=0)) if ctx.rank == 0 else "",
+        attempt(lambda: dist.reduce_scatter(whole(ctx), doubles)),
+        attempt(lambda: dist.all_to_all([whole(ctx) for _ in ctx.peers], doubles)),
+    ]
+
+
+@case()
+def refused_roots(ctx: Context) -> Any:
+    return [
+        attempt(lambda: dist.broadcast(whole(ctx))),
+        attempt(lambda: dist.broadcast(whole(ctx), src=0, group_src=0)),
+        attempt(lambda: dist.send(whole(ctx), ctx.rank)),
+        attempt(lambda: dist.gather(whole(ctx), None, dst=ctx.rank)),
+        attempt(lambda: dist.scatter(whole(ctx), None, src=ctx.rank)),
+        attempt(lambda: dist.scatter_object_list([], None, src=0)),
+    ]
+
+
+@case(optional=True)
+def refused_ranks_out_of_range(ctx: Context) -> Any:
+    return [
+        attempt(lambda: dist.broadcast(whole(ctx), src=ctx.world_size), text=False),
+        attempt(lambda: dist.reduce(whole(ctx), dst=99), text=False),
+        attempt(lambda: dist.send(whole(ctx), 99), text=False),
+        attempt(lambda: dist.recv(whole(ctx), 99), text=False),
+    ]
+
+
+@case(optional=True)
+def refused_sizes(ctx: Context) -> Any:
+    return [
+        attempt(lambda: dist.all_gather_into_tensor(torch.zeros(5), whole(ctx)), text=False),
+        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(5), whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather([torch.zeros(6)], whole(ctx)), text=False),
+        attempt(lambda: dist.all_to_all_single(torch.zeros(6), whole(ctx), [1], [1]), text=False),
+    ]
+
+
+@case()
+def refused_groups(ctx: Context) -> Any:
+    return [
+        attempt(lambda: dist.new_group([0, ctx.world_size])),
+        attempt(lambda: dist.new_group([0, 0])),
+        attempt(lambda: dist.new_subgroups(ctx.world_size + 1)),
+        attempt(lambda: dist.get_group_rank(dist.group.WORLD, 99)),
+        attempt(lambda: dist.get_global_rank(dist.group.WORLD, 99)),
+        attempt(lambda: dist.init_process_group("gloo")),
+    ]
+
+
+@case()
+def refused_to_strangers(ctx: Context) -> Any:
+    """A rank that is no member gets warnings and defaults, or the same refusal."""
+    group = dist.new_group([0])
+    if ctx.rank == 0:
+        return None
+    tensor = whole(ctx)
+    return [
+        attempt(lambda: dist.all_reduce(tensor, group=group)),
+        attempt(lambda: dist.barrier(group=group)),
+        dist.get_rank(group),
+        dist.get_world_size(group),
+        attempt(lambda: dist.get_process_group_ranks(group), text=False),
+        tensor,
+    ]
+
+
+@case(optional=True)
+def refused_sparse(ctx: Context) -> Any:
+    return attempt(lambda: dist.broadcast(torch.eye(3).to_sparse(), src=0), text=False)

@@ -81,6 +81,13 @@ class CalibrationContext(abc.ABC):
         """
 
     @abc.abstractmethod
+    def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
+        """Observe a Python module as a job of its own, one rank a slot, and return its trace (inside ``work_dir``).
+
+        For measurements beside the job, such as how long the transport takes for a message of some size.
+        """
+
+    @abc.abstractmethod
     def report(self, message: str) -> None:
         """Show one line of progress to the user."""
 

@@ -9,7 +9,8 @@ A map for newcomers, from the inside out:
     container  record frames, checksums, magic;  metas  the flatbuffers inside records
     index      where everything is, from the footer or by a scan;  source  byte ranges of a file
     writer     TraceWriter;  reader  TraceReader;  assemble  chunks -> one table
-    merge      shards -> one file
+    merge      shards -> one file;  recover  whole records of a damaged file
+    validate   contradictions (findings names them, matching looks across ranks);  json_twin  a trace as JSON
 """
 
 from prismtrace.errors import (
@@ -25,6 +26,8 @@ from prismtrace.errors import (
     TraceVersionError,
     TraceWriteError,
 )
+from prismtrace.findings import Finding
+from prismtrace.json_twin import to_json, write_json
 from prismtrace.merge import merge
 from prismtrace.model import (
     ABSENT,
@@ -40,21 +43,26 @@ from prismtrace.model import (
     UnitKind,
 )
 from prismtrace.reader import TraceReader
+from prismtrace.recover import LostRange, RecoverReport, recover
 from prismtrace.tables import DictionaryColumn, ListColumn, ScalarTable, StepTable, UnitTable
+from prismtrace.validate import has_errors, validate
 from prismtrace.writer import TraceWriter, payload_digest
 
 __all__ = [
     "ABSENT",
     "ABSENT32",
-    "FORMAT_VERSION",
     "DType",
     "DictionaryColumn",
+    "FORMAT_VERSION",
+    "Finding",
     "GraphKind",
     "ListColumn",
+    "LostRange",
     "Op",
     "Phase",
     "PrismTraceError",
     "ProcessGroup",
+    "RecoverReport",
     "ReduceOp",
     "ScalarTable",
     "StepTable",
@@ -73,6 +81,11 @@ __all__ = [
     "TraceWriter",
     "UnitKind",
     "UnitTable",
+    "has_errors",
     "merge",
     "payload_digest",
+    "recover",
+    "to_json",
+    "validate",
+    "write_json",
 ]

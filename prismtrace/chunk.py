@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace._schema_generated import StreamRole
+from prismtrace._generated.schema import StreamRole
 from prismtrace.columns import DIGEST_BYTES
 from prismtrace.encoding import MAX_STREAM_BYTES, Stream, encode_bytes, encode_distinct, encode_floats, encode_integers
 from prismtrace.errors import TraceUsageError
@@ -58,7 +58,12 @@ def encode_chunk(
         raw = b"".join(digests)
         streams.append(encode_bytes(raw, column=DICTIONARY_COLUMN, role=StreamRole.DIGESTS, width=DIGEST_BYTES))
     meta = ChunkMeta(
-        int(table), rank, first_row, num_rows, *step_range(columns), *time_range(columns),
+        int(table),
+        rank,
+        first_row,
+        num_rows,
+        *step_range(columns),
+        *time_range(columns),
         tuple(stream for stream, _ in streams),
     )
     return meta, [stored for _, stored in streams]
@@ -124,8 +129,13 @@ def _encode_integers(streams: Streams, spec: ColumnSpec, column: Any, columns: M
             reference_id = next(other.column_id for other in _table_of(spec) if other.name == spec.reference)
     streams.append(
         encode_integers(
-            wide, column=spec.column_id, role=StreamRole.VALUES, delta=spec.delta, scalable=spec.unit == "ns",
-            reference=reference, reference_column=reference_id,
+            wide,
+            column=spec.column_id,
+            role=StreamRole.VALUES,
+            delta=spec.delta,
+            scalable=spec.unit == "ns",
+            reference=reference,
+            reference_column=reference_id,
         )
     )
 
@@ -144,7 +154,9 @@ def _encode_floats(streams: Streams, spec: ColumnSpec, column: Any) -> None:
     streams.append(encode_floats(np.ascontiguousarray(values), column=spec.column_id, role=StreamRole.VALUES))
 
 
-def _encode_codes(streams: Streams, spec: ColumnSpec, column: DictionaryColumn[Any], dictionary: dict[Any, int]) -> None:
+def _encode_codes(
+    streams: Streams, spec: ColumnSpec, column: DictionaryColumn[Any], dictionary: dict[Any, int]
+) -> None:
     valid = column.codes >= 0
     if not _encode_validity(streams, spec, valid):
         return

@@ -20,9 +20,10 @@ MAX_LIST_VALUES: Final = 1 << 24
 DIGEST_BYTES: Final = 16
 
 ColumnInput = Sequence[Any] | NDArray[Any] | DictionaryColumn[Any] | ListColumn
+ColumnsInput = Mapping[str, ColumnInput | None] | Table
 
 
-def normalise(table: TableKind, columns: Mapping[str, ColumnInput] | Table) -> tuple[int, dict[str, Column]]:
+def normalise(table: TableKind, columns: ColumnsInput) -> tuple[int, dict[str, Column]]:
     """Number of rows, and the columns as the registry wants them."""
     if isinstance(columns, Table):
         columns = columns.columns()
@@ -83,7 +84,7 @@ def _numbers(spec: ColumnSpec, given: Any) -> NDArray[Any]:
         if spec.type is ColumnType.INT32 and spec.optional and array.dtype == np.int64:
             array = np.where(array == ABSENT, ABSENT32, array)
         low, high = int(array.min()), int(array.max())
-        info = np.iinfo(dtype)
+        info = np.iinfo(dtype.type)
         if low < info.min or high > info.max:
             raise TraceUsageError(f"column {spec.name!r} must hold {dtype.name}, it has values in {low} .. {high}")
     return array.astype(dtype)

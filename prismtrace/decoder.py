@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace._schema_generated import Encoding, StreamRole
+from prismtrace._generated.schema import Encoding, StreamRole
 from prismtrace.chunk import DICTIONARY_COLUMN
 from prismtrace.columns import DIGEST_BYTES, MAX_LIST_VALUES
 from prismtrace.encoding import Stream, check_stream, decode_floats, decode_integers, stream_bytes
@@ -157,7 +157,7 @@ class ChunkDecoder:
             return values.view(np.uint64)
         if len(values):
             low, high = int(values.min()), int(values.max())
-            info = np.iinfo(np.uint8 if spec.type is ColumnType.BOOL else dtype)
+            info: Any = np.iinfo(np.uint8 if spec.type is ColumnType.BOOL else dtype.type)
             top = 1 if spec.type is ColumnType.BOOL else info.max
             if low < info.min or high > top or (spec.optional and low == absent):
                 raise self._error(f"column {spec.name} has values in {low} .. {high}")
@@ -184,9 +184,7 @@ class ChunkDecoder:
         return full
 
     def _dictionary(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
-        dictionary: tuple[Any, ...] = (
-            self._string_table() if spec.type is ColumnType.STRING else self._digest_table()
-        )
+        dictionary: tuple[Any, ...] = self._string_table() if spec.type is ColumnType.STRING else self._digest_table()
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < len(dictionary):
             raise self._error(f"column {spec.name}: code outside the dictionary of {len(dictionary)}")
         valid = self._validity(spec)
@@ -205,9 +203,7 @@ class ChunkDecoder:
             if ends is None:
                 raise self._error("string lengths do not add up")
             raw = data[1]
-            self._strings = tuple(
-                raw[start:end].decode("utf-8") for start, end in zip([0, *ends[:-1]], ends)
-            )
+            self._strings = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
         return self._strings
 
     def _digest_table(self) -> tuple[bytes, ...]:
@@ -228,7 +224,9 @@ class ChunkDecoder:
         if lengths[0].num_values != self._count(spec):
             raise self._error(f"column {spec.name}: {lengths[0].num_values} lists for {self._count(spec)} rows")
         if data[0].num_values > MAX_LIST_VALUES:
-            raise TraceLimitError(f"column {spec.name} has {data[0].num_values} elements", path=self._path, offset=data[2])
+            raise TraceLimitError(
+                f"column {spec.name} has {data[0].num_values} elements", path=self._path, offset=data[2]
+            )
         sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
         if _ends(sizes, data[0].num_values) is None:
             raise self._error(f"column {spec.name}: list lengths do not add up")

@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from prismtrace._schema_generated import Compression, Encoding, StreamRole
+from prismtrace._generated.schema import Compression, Encoding, StreamRole
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
 
 STREAM_DTYPE: Final = np.dtype(
@@ -85,7 +85,9 @@ def decompress(stored: bytes | memoryview, *, compression: int, raw_length: int,
             raise TraceFormatError(f"{len(stored)} bytes stored, {raw_length} announced", path=path, offset=offset)
         return bytes(stored)
     if compression != Compression.ZSTD:
-        raise TraceVersionError(f"unknown compression {compression}: a later library reads it", path=path, offset=offset)
+        raise TraceVersionError(
+            f"unknown compression {compression}: a later library reads it", path=path, offset=offset
+        )
     try:
         parameters = zstandard.get_frame_parameters(stored)
         if parameters.content_size != raw_length:
@@ -132,8 +134,14 @@ _SCALES: Final = (1_000_000, 1000)
 
 
 def encode_integers(
-    values: NDArray[np.int64], *, column: int, role: int, delta: bool = False, scalable: bool = False,
-    reference: NDArray[np.int64] | None = None, reference_column: int = 0,
+    values: NDArray[np.int64],
+    *,
+    column: int,
+    role: int,
+    delta: bool = False,
+    scalable: bool = False,
+    reference: NDArray[np.int64] | None = None,
+    reference_column: int = 0,
 ) -> tuple[Stream, bytes | memoryview]:
     """Encodes int64 values (unsigned columns reinterpreted); `delta` and `reference` are hints."""
     count = len(values)
@@ -150,9 +158,7 @@ def encode_integers(
         width = _width_of(int(coded.max()))
         if width <= _width_of((high - low) // step):
             raw = _shuffled(coded, width)
-            return _stream(
-                raw, column, role, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column
-            )
+            return _stream(raw, column, role, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
     if scale != 1:
         values = values // scale
         low, high = low // scale, high // scale
@@ -189,7 +195,15 @@ def encode_bytes(raw: bytes, *, column: int, role: int, width: int = 1) -> tuple
 
 
 def _stream(
-    raw: bytes, column: int, role: int, encoding: int, width: int, count: int, *, base: int = 0, scale: int = 1,
+    raw: bytes,
+    column: int,
+    role: int,
+    encoding: int,
+    width: int,
+    count: int,
+    *,
+    base: int = 0,
+    scale: int = 1,
     reference: int = 0,
 ) -> tuple[Stream, bytes | memoryview]:
     compression, stored = compress(raw) if role != StreamRole.DIGESTS else (Compression.NONE, raw)
@@ -210,7 +224,9 @@ def _expected_length(stream: Stream) -> int:
 def check_stream(stream: Stream, *, path: str, offset: int) -> None:
     """Refuses a descriptor whose sizes do not fit each other, before anything is allocated."""
     if not 1 <= stream.encoding <= Encoding.SHUFFLED:
-        raise TraceVersionError(f"unknown encoding {stream.encoding}: a later library reads it", path=path, offset=offset)
+        raise TraceVersionError(
+            f"unknown encoding {stream.encoding}: a later library reads it", path=path, offset=offset
+        )
     constant = stream.encoding == Encoding.CONSTANT
     if stream.width not in ((0,) if constant else (1, 2, 4, 8, 16)) or (
         stream.width == 16 and stream.role != StreamRole.DIGESTS
@@ -221,7 +237,9 @@ def check_stream(stream: Stream, *, path: str, offset: int) -> None:
     if stream.encoding == Encoding.DICTIONARY and not 0 < stream.base <= max(stream.num_values, 1):
         raise TraceFormatError(f"dictionary of {stream.base} values", path=path, offset=offset)
     if stream.num_values * 8 > MAX_STREAM_BYTES or stream.raw_length > MAX_STREAM_BYTES:
-        raise TraceLimitError(f"stream of {stream.num_values} values, {stream.raw_length} bytes", path=path, offset=offset)
+        raise TraceLimitError(
+            f"stream of {stream.num_values} values, {stream.raw_length} bytes", path=path, offset=offset
+        )
     if stream.raw_length != _expected_length(stream):
         message = f"{stream.raw_length} bytes for {stream.num_values} values of {stream.width} bytes"
         raise TraceFormatError(message, path=path, offset=offset)
@@ -231,9 +249,7 @@ def stream_bytes(stream: Stream, stored: memoryview, *, path: str, offset: int) 
     """The decompressed bytes of a stream that check_stream has accepted."""
     if zlib.crc32(stored) != stream.crc:
         raise TraceChecksumError(f"checksum of a stream of column {stream.column}", path=path, offset=offset)
-    return decompress(
-        stored, compression=stream.compression, raw_length=stream.raw_length, path=path, offset=offset
-    )
+    return decompress(stored, compression=stream.compression, raw_length=stream.raw_length, path=path, offset=offset)
 
 
 def decode_integers(

@@ -64,6 +64,10 @@ class Index:
         keys = zip(table[bounds[:-1]].tolist(), rank[bounds[:-1]].tolist(), strict=True)
         return {key: entries[a:b] for key, a, b in zip(keys, bounds[:-1], bounds[1:], strict=True)}
 
+    def check(self) -> None:
+        """Refuses an index in which two chunks hold the same rows."""
+        _ = self._tables
+
     def entries(self, table: TableKind, rank: int) -> NDArray[Any]:
         """The chunks of one table of one rank, in row order."""
         return self._tables.get((int(table), rank), self.chunk_entries[:0])
@@ -124,13 +128,18 @@ def index_of_footer(source: Source) -> Index:
     footer = metas.parse_footer(meta, path=source.name, offset=offset)
     _check_entries(footer, start=start, end=offset, path=source.name, offset=offset)
     groups = {group.group_id: group for group in footer.groups}
-    return Index(header, footer.chunks, footer.payloads, groups, footer.metadata, path=source.name)
+    index = Index(header, footer.chunks, footer.payloads, groups, footer.metadata, path=source.name)
+    index.check()
+    return index
 
 
 def _check_entries(footer: metas.FooterMeta, *, start: int, end: int, path: str, offset: int) -> None:
     chunks, payloads = footer.chunks, footer.payloads
     room = np.uint64(end)
-    for name, entries, length in (("chunk", chunks, chunks["length"]), ("payload", payloads, payloads["stored_length"])):
+    for name, entries, length in (
+        ("chunk", chunks, chunks["length"]),
+        ("payload", payloads, payloads["stored_length"]),
+    ):
         first = entries["offset" if name == "chunk" else "data_offset"]
         bad = (entries["offset"] < start) | (first > room) | (length > room) | (first > room - np.minimum(length, room))
         bad |= (entries["offset"] % np.uint64(8)) != 0
@@ -153,22 +162,36 @@ def scan(source: Source) -> Index:
     while offset < source.size:
         try:
             frame, meta = read_meta(source, offset)
-            _take(frame, meta, offset, chunks, payloads, groups, metadata, source.name)
+            collect_record(frame, meta, offset, chunks, payloads, groups, metadata, source.name)
         except TraceVersionError:
             raise
         except TraceFormatError:
             break
         offset += frame.length
-    return Index(
-        header, np.array(chunks, metas.CHUNK_ENTRY), np.array(list(payloads.values()), metas.PAYLOAD_ENTRY), groups,
-        metadata, offset, path=source.name,
+    index = Index(
+        header,
+        np.array(chunks, metas.CHUNK_ENTRY),
+        np.array(list(payloads.values()), metas.PAYLOAD_ENTRY),
+        groups,
+        metadata,
+        offset,
+        path=source.name,
     )
+    index.check()
+    return index
 
 
-def _take(
-    frame: Frame, meta: bytes, offset: int, chunks: list[tuple[int, ...]], payloads: dict[bytes, tuple[Any, ...]],
-    groups: dict[int, ProcessGroup], metadata: dict[str, str], path: str,
+def collect_record(
+    frame: Frame,
+    meta: bytes,
+    offset: int,
+    chunks: list[tuple[int, ...]],
+    payloads: dict[bytes, tuple[Any, ...]],
+    groups: dict[int, ProcessGroup],
+    metadata: dict[str, str],
+    path: str,
 ) -> None:
+    """Adds what a record says to the parts of an index; records of unknown kinds are skipped."""
     if frame.kind == RecordKind.CHUNK:
         chunks.append(metas.chunk_entry(metas.parse_chunk(meta, path=path, offset=offset), frame, offset))
     elif frame.kind == RecordKind.PAYLOAD:

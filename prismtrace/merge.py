@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
+from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError, writing
 from prismtrace.index import Index, index_of_footer, scan
-from prismtrace.errors import TraceUnfinishedError
 from prismtrace.model import FORMAT_VERSION, GraphKind, ProcessGroup
 from prismtrace.source import PathSource, Source
 from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
@@ -26,7 +25,9 @@ _COPY_BYTES: Final = 1 << 23
 
 
 @dataclass(frozen=True)
-class _Input:
+class InputPart:
+    """The records of one input that go into the result."""
+
     path: str
     header: metas.HeaderMeta
     chunks: NDArray[Any]
@@ -64,13 +65,27 @@ def merge(
     if not paths:
         raise TraceUsageError("nothing to merge: no input files")
     target = os.fspath(out)
-    if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     for key, value in (metadata or {}).items():
         metas.check_entry(key, value)
+    if os.path.lexists(target) and not overwrite:
+        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
     pairs.update(metadata or {})
-    header = _merged_header(inputs, graph_kind)
+    write_merged(target, _merged_header(inputs, graph_kind), inputs, groups, pairs, overwrite=overwrite)
+
+
+def write_merged(
+    target: str,
+    header: metas.HeaderMeta,
+    inputs: Sequence[InputPart],
+    groups: Mapping[int, ProcessGroup],
+    pairs: Mapping[str, str],
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
+    if os.path.lexists(target) and not overwrite:
+        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
     file = RecordFile(temporary, overwrite=True)
     try:
@@ -92,8 +107,8 @@ def merge(
 
 def _survey(
     paths: list[str], *, allow_unfinished: bool
-) -> tuple[list[_Input], dict[int, ProcessGroup], dict[str, str]]:
-    inputs: list[_Input] = []
+) -> tuple[list[InputPart], dict[int, ProcessGroup], dict[str, str]]:
+    inputs: list[InputPart] = []
     groups: dict[int, ProcessGroup] = {}
     pairs: dict[str, str] = {}
     owner: dict[tuple[int, int], int] = {}
@@ -112,7 +127,7 @@ def _survey(
         fresh = [digest not in seen for digest in index.payloads]
         seen.update(index.payloads)
         kept = index.payload_entries[list(index.payloads.values())][np.array(fresh, np.bool_)]
-        inputs.append(_Input(path, index.header, index.chunk_entries, kept))
+        inputs.append(InputPart(path, index.header, index.chunk_entries, kept))
     for number, item in enumerate(inputs):
         keys = zip(item.chunks["table"].tolist(), item.chunks["rank"].tolist(), strict=True)
         mine = np.array([owner[key] == number for key in keys], np.bool_)
@@ -136,12 +151,15 @@ def _same_group(known: ProcessGroup | None, group: ProcessGroup, path: str) -> P
         message = f"group {group.group_id} has ranks {group.ranks}, an earlier file says {known.ranks}"
         raise TraceDataError(message, path=path)
     return ProcessGroup(
-        group.group_id, group.name or known.name, group.description or known.description,
-        group.backend or known.backend, group.ranks,
+        group.group_id,
+        group.name or known.name,
+        group.description or known.description,
+        group.backend or known.backend,
+        group.ranks,
     )
 
 
-def _merged_header(inputs: list[_Input], graph_kind: GraphKind | None) -> metas.HeaderMeta:
+def _merged_header(inputs: list[InputPart], graph_kind: GraphKind | None) -> metas.HeaderMeta:
     sizes = {item.header.world_size: item.path for item in inputs if item.header.world_size}
     if len(sizes) > 1:
         text = ", ".join(f"{size} ({path})" for size, path in sizes.items())
@@ -155,8 +173,11 @@ def _merged_header(inputs: list[_Input], graph_kind: GraphKind | None) -> metas.
 
 
 def _write(
-    file: RecordFile, header: metas.HeaderMeta, inputs: list[_Input], groups: dict[int, ProcessGroup],
-    pairs: dict[str, str],
+    file: RecordFile,
+    header: metas.HeaderMeta,
+    inputs: Sequence[InputPart],
+    groups: Mapping[int, ProcessGroup],
+    pairs: Mapping[str, str],
 ) -> None:
     file.append([container.MAGIC, *container.pack_record(RecordKind.HEADER, metas.pack_header(header))[1]])
     if pairs:
@@ -174,12 +195,12 @@ def _write(
         np.concatenate(chunks) if chunks else np.zeros(0, metas.CHUNK_ENTRY),
         np.concatenate(payloads) if payloads else np.zeros(0, metas.PAYLOAD_ENTRY),
         tuple(groups.values()),
-        pairs,
+        dict(pairs),
     )
     append_footer(file, footer)
 
 
-def _copy(file: RecordFile, item: _Input) -> tuple[NDArray[Any], NDArray[Any]]:
+def _copy(file: RecordFile, item: InputPart) -> tuple[NDArray[Any], NDArray[Any]]:
     """Copies the records of one input and returns their index entries at the new place."""
     chunks, payloads = item.chunks.copy(), item.payloads.copy()
     ends = payloads["data_offset"] + (payloads["stored_length"] + np.uint64(7) & ~np.uint64(7))

@@ -13,11 +13,13 @@ import flatbuffers
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace import _schema_generated as fb
+from prismtrace._generated import schema
 from prismtrace.container import Frame
 from prismtrace.encoding import STREAM_DTYPE, Stream
 from prismtrace.errors import TraceFormatError, TraceLimitError, TraceUsageError, TraceVersionError, reading
 from prismtrace.model import FORMAT_VERSION, ProcessGroup
+
+fb: Any = schema  # generated code has no annotations
 
 KNOWN_FEATURES: Final = 0
 """Bits of `required_features` that this library understands."""
@@ -59,7 +61,6 @@ PAYLOAD_ENTRY: Final = np.dtype(
 )
 
 
-
 class ChunkMeta(NamedTuple):
     """The meta section of a chunk."""
 
@@ -97,7 +98,6 @@ class FooterMeta:
     metadata: dict[str, str]
 
 
-
 MAX_KEY_BYTES: Final = 1 << 10
 MAX_VALUE_BYTES: Final = 1 << 24
 MAX_GROUP_TEXT_BYTES: Final = 1 << 16
@@ -105,7 +105,7 @@ MAX_GROUP_TEXT_BYTES: Final = 1 << 16
 
 def check_entry(key: str, value: str) -> None:
     """Refuses a metadata entry that cannot be written."""
-    if not isinstance(key, str) or not isinstance(value, str):
+    if not isinstance(key, str) or not isinstance(value, str):  # type: ignore[redundant-expr]
         raise TraceUsageError(f"metadata are pairs of str, not {type(key).__name__} -> {type(value).__name__}")
     if not key or len(_utf8(key)) > MAX_KEY_BYTES or len(_utf8(value)) > MAX_VALUE_BYTES:
         raise TraceUsageError(f"metadata {key[:40]!r}: empty key, or key or value too long")
@@ -132,8 +132,21 @@ def _utf8(text: str) -> bytes:
 def chunk_entry(meta: ChunkMeta, frame: Frame, offset: int) -> tuple[int, ...]:
     """The index entry of a chunk, in the order of CHUNK_ENTRY."""
     return (
-        offset, frame.length, meta.first_row, meta.first_ns, meta.last_ns, meta.num_rows, meta.rank, meta.first_step,
-        meta.last_step, frame.meta_crc, frame.data_crc, meta.table, 0, 0, 0,
+        offset,
+        frame.length,
+        meta.first_row,
+        meta.first_ns,
+        meta.last_ns,
+        meta.num_rows,
+        meta.rank,
+        meta.first_step,
+        meta.last_step,
+        frame.meta_crc,
+        frame.data_crc,
+        meta.table,
+        0,
+        0,
+        0,
     )
 
 
@@ -183,8 +196,15 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
         chunk = fb.Chunk.GetRootAs(raw)
         rows = _vector(chunk._tab, 8, STREAM_DTYPE).tolist()
         meta = ChunkMeta(
-            chunk.Table(), chunk.Rank(), chunk.FirstRow(), chunk.NumRows(), chunk.FirstStep(), chunk.LastStep(),
-            chunk.FirstNs(), chunk.LastNs(), tuple(Stream(*row) for row in rows),
+            chunk.Table(),
+            chunk.Rank(),
+            chunk.FirstRow(),
+            chunk.NumRows(),
+            chunk.FirstStep(),
+            chunk.LastStep(),
+            chunk.FirstNs(),
+            chunk.LastNs(),
+            tuple(Stream(*row) for row in rows),
         )
         if meta.rank < 0 or meta.first_row >= 1 << 62:
             raise TraceFormatError("rank or first row out of range", path=path, offset=offset)
@@ -228,7 +248,11 @@ def parse_header(raw: bytes, *, path: str, offset: int) -> HeaderMeta:
             raise TraceFormatError("negative world size", path=path, offset=offset)
         check_features(header.RequiredFeatures(), path=path, offset=offset)
         return HeaderMeta(
-            version, header.RequiredFeatures(), header.OptionalFeatures(), header.GraphKind(), header.WorldSize(),
+            version,
+            header.RequiredFeatures(),
+            header.OptionalFeatures(),
+            header.GraphKind(),
+            header.WorldSize(),
             _text(header.Writer()),
         )
 

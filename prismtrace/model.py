@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -146,14 +146,17 @@ class ColumnType(IntEnum):
     LIST_INT64 = 9
 
     @property
-    def dtype(self) -> np.dtype[np.generic]:
+    def dtype(self) -> np.dtype[Any]:
         """The numpy type of the column's array (of the codes, for STRING and DIGEST; of the elements, for lists)."""
         return _NUMPY[self.value]
 
 
-_NUMPY: tuple[np.dtype[np.generic], ...] = tuple(
+_NUMPY: tuple[np.dtype[Any], ...] = tuple(
     np.dtype(code) for code in ("u1", "u1", "<i4", "<i8", "<u8", "<f8", "?", "<i4", "<i4", "<i8")
 )
+
+
+EnumClass = type[IntEnum]
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,7 @@ class ColumnSpec:
     unit: str = ""
     reference: str | None = None
     delta: bool = False
-    enum: type[IntEnum] | None = None
+    enum: EnumClass | None = None
     description: str = ""
 
     @property

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace import container, metas
-from prismtrace._schema_generated import Compression
+from prismtrace._generated.schema import Compression
 from prismtrace.assemble import concatenate
 from prismtrace.container import RecordKind
 from prismtrace.decoder import ChunkDecoder
@@ -44,7 +44,8 @@ class TraceReader:
     Args:
         source: a path, a seekable binary file object or a memory map.
         allow_unfinished: also reads a file without an index, up to its last whole record.
-        max_result_bytes: refuses to build a table, or to decompress a payload, above this size (TraceLimitError): files may be hostile.
+        max_result_bytes: refuses to build a table, or to decompress a payload, above this size (TraceLimitError):
+            files may be hostile.
 
     Raises:
         TraceReadError: the operating system refuses.
@@ -140,6 +141,13 @@ class TraceReader:
         """Number of step rows of a rank, from the index alone."""
         return self._index.num_rows(TableKind.STEPS, rank)
 
+    def missing_rows(self, table: TableKind, rank: int) -> tuple[int, int] | None:
+        """The first gap, as first and last row (exclusive), between the chunks of a table; None when there is none."""
+        entries = self._index.entries(table, rank)
+        ends = entries["first_row"] + entries["num_rows"]
+        gaps = np.flatnonzero(entries["first_row"][1:] != ends[:-1])
+        return (int(ends[gaps[0]]), int(entries["first_row"][gaps[0] + 1])) if len(gaps) else None
+
     def step_range(self, rank: int) -> tuple[int, int] | None:
         """First and last step that the units of a rank belong to, from the index alone."""
         entries = self._index.entries(TableKind.UNITS, rank)
@@ -168,9 +176,7 @@ class TraceReader:
         for part, rows in self._parts(TableKind.UNITS, rank, specs, wanted):
             yield concatenate(UnitTable, rank, specs, [(part, rows)], selected=_selected(columns))
 
-    def _table(
-        self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None
-    ) -> T:
+    def _table(self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None) -> T:
         if rank not in self._index.rank_set:
             raise TraceUsageError(f"{self.path}: rank {rank} has no data; ranks with data: {_short(self.ranks)}")
         specs, wanted = _specs(kind.table, columns), _step_range(steps)
@@ -331,7 +337,7 @@ def _step_range(steps: range | int | None) -> range | None:
     if steps is None:
         return None
     wanted = range(steps, steps + 1) if isinstance(steps, int) else steps
-    if not isinstance(wanted, range) or wanted.step != 1:
+    if not isinstance(wanted, range) or wanted.step != 1:  # type: ignore[redundant-expr]
         raise TraceUsageError(f"steps must be a range with step 1, or one step, not {steps!r}")
     return wanted
 

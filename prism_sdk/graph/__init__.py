@@ -1,4 +1,64 @@
 """Calculates with the execution graph of a job: matching, timelines, boundary plans, calibration, comparison.
 
 It runs no program and needs no torch: numpy columns in, frozen results out.
+
+A map for newcomers, in the order of dependence:
+
+    errors, statistics   what can be wrong with a graph; medians and intervals
+    job, matching        JobGraph: columns of all ranks, communication joined into events
+    timing               schedule(): when every unit starts and ends (the timing model is written there)
+    plan, contract       BoundaryPlan: when virtual ranks arrive, without running them
+                         (contract() is not exported here: it would hide its module)
+    calibrate            merge_slices(): weights from measured slices into a bare graph
+    compare, report      compare_traces(): real runs beside other runs
 """
+
+from prism_sdk.graph.calibrate import (
+    Calibration,
+    Measurement,
+    measure,
+    merge_slices,
+    predict_step_time,
+    relative_change,
+    step_time_ns,
+)
+from prism_sdk.graph.compare import Comparison, compare_traces
+from prism_sdk.graph.errors import (
+    GraphDeadlockError,
+    GraphError,
+    InconsistentUnitError,
+    MissingTimingError,
+    UnmatchedUnitError,
+)
+from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.plan import START, BoundaryPlan, Stream, Term, evaluate
+from prism_sdk.graph.statistics import Interval, bootstrap_interval
+from prism_sdk.graph.timing import Schedule, Timing, schedule
+
+__all__ = [
+    "BoundaryPlan",
+    "Calibration",
+    "Comparison",
+    "GraphDeadlockError",
+    "GraphError",
+    "InconsistentUnitError",
+    "Interval",
+    "JobGraph",
+    "Measurement",
+    "MissingTimingError",
+    "START",
+    "Schedule",
+    "Stream",
+    "Term",
+    "Timing",
+    "UnmatchedUnitError",
+    "bootstrap_interval",
+    "compare_traces",
+    "evaluate",
+    "measure",
+    "merge_slices",
+    "predict_step_time",
+    "relative_change",
+    "schedule",
+    "step_time_ns",
+]

@@ -118,7 +118,8 @@ def _segments(graph: JobGraph) -> list[_Segment]:
     first[graph.offsets[:-1][np.diff(graph.offsets) > 0]] = True
     begins = np.flatnonzero(first)
     ends = np.append(begins[1:], len(graph))
-    return [_Segment(int(graph.rank_of_row[b]), int(step[b]), int(b), int(e)) for b, e in zip(begins, ends, strict=True)]
+    spans = zip(begins.tolist(), ends.tolist(), strict=True)
+    return [_Segment(int(graph.rank_of_row[b]), int(step[b]), b, e) for b, e in spans]
 
 
 def _structures(graph: JobGraph) -> dict[_Segment, tuple[bytes, bytes]]:
@@ -155,7 +156,8 @@ class _Samples:
         usable = [i for i, warm in enumerate(self.is_warm) if not warm] or list(range(len(self.is_warm)))
         if drawn is not None:
             usable = [i for i in usable for _ in range(drawn.get(self.sources[i], 0))] or usable
-        return {name: median_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}, len(usable)
+        medians = {name: median_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}
+        return medians, len(usable)
 
 
 def _collect(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], _Samples], int]:
@@ -286,9 +288,12 @@ def step_time_ns(timeline: Schedule) -> float:
 
 
 def relative_change(before: Schedule, after: Schedule) -> float:
-    """The largest change of any step end between two timelines of one graph, as a part of the predicted step time."""
-    ends = [np.abs(after.step_ends_ns(r)[1] - before.step_ends_ns(r)[1]).max(initial=0) for r in after.graph.ranks]
-    return float(max(ends)) / max(step_time_ns(after), 1.0)
+    """The largest change of any step time of any rank between two timelines of one graph, as a part of the mean."""
+    largest = 0
+    for rank in after.graph.ranks:
+        times = [np.diff(timeline.step_ends_ns(rank)[1], prepend=0) for timeline in (before, after)]
+        largest = max(largest, int(np.abs(times[1] - times[0]).max(initial=0)))
+    return largest / max(step_time_ns(after), 1.0)
 
 
 def predict_step_time(

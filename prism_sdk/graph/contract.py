@@ -13,6 +13,7 @@ the member has waited for, or itself posted, i before). Nothing is assumed of th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +27,10 @@ from prismtrace import ABSENT, ABSENT32, UnitKind
 
 __all__ = ["contract"]
 
-#: How many operations a proof of one domination may look at before the term is kept.
-_PROOF_BUDGET = 64
+#: How many operations the proofs of what lies before one operation may look at; what is not proven is kept.
+_PROOF_BUDGET = 128
+#: Of how many operations the proofs are kept in memory.
+_MAX_PROVEN = 4096
 
 
 class _Clock(NamedTuple):
@@ -49,6 +52,7 @@ class _Algebra:
         self.lower: list[dict[int, int]] = []
         #: The same in relation to START, as one number.
         self.floor: list[int] = []
+        self._proven: dict[int, dict[int, int]] = {}
 
     def add(self, below: _Clock) -> int:
         """A new operation that is known to arrive no earlier than ``below``; its index."""
@@ -83,32 +87,54 @@ class _Algebra:
         return _Clock(merged, a.offset_ns)
 
     def _drop_dominated(self, terms: dict[int, int]) -> None:
-        ordered = sorted(terms)
-        for at, source in enumerate(ordered[:-1]):
-            weight = terms[source]
-            for other in reversed(ordered[at + 1 :]):
-                if other in terms and self._is_never_below(other, source, weight - terms[other]):
+        others = sorted(terms, reverse=True)
+        if others[-1] == START:
+            weight = terms[START]
+            if any(self.floor[other] + terms[other] >= weight for other in others[:-1]):
+                del terms[START]
+            others.pop()
+        alive = others[::-1]
+        for other in others:
+            if len(alive) < 2:
+                return
+            if other != alive[-1]:
+                continue  # it was dropped itself, by one that also drops what it would drop
+            alive.pop()
+            bounds, at = self._bounds(other), terms[other]
+            kept = []
+            for source in alive:
+                bound = bounds.get(source)
+                if bound is not None and bound + at >= terms[source]:
                     del terms[source]
-                    break
+                else:
+                    kept.append(source)
+            alive = kept
 
-    def _is_never_below(self, operation: int, source: int, ns: int) -> bool:
-        """Whether ``A(operation) >= A(source) + ns`` can be proven."""
-        if source == START:
-            return self.floor[operation] >= ns
+    def _bounds(self, operation: int) -> dict[int, int]:
+        """For operations before this one a number of ns that it provably arrives later by at least."""
+        known = self._proven.get(operation)
+        if known is not None:
+            return known
         best = {operation: 0}
-        stack = [operation]
+        heap = [-operation]
         budget = _PROOF_BUDGET
-        while stack and budget:
+        # from the latest operation down, so that the bound of each is final when its turn comes
+        while heap and budget:
             budget -= 1
-            at = stack.pop()
-            known = best[at]
+            at = -heappop(heap)
+            so_far = best[at]
             for below, weight in self.lower[at].items():
-                if below == source and known + weight >= ns:
-                    return True
-                if below > source and best.get(below, known + weight - 1) < known + weight:
-                    best[below] = known + weight
-                    stack.append(below)
-        return False
+                if below == START:
+                    continue
+                if below not in best:
+                    best[below] = so_far + weight
+                    heappush(heap, -below)
+                elif best[below] < so_far + weight:
+                    best[below] = so_far + weight
+        if len(self._proven) >= _MAX_PROVEN:
+            self._proven.clear()
+        self._proven[operation] = best
+        return best
 
 
 class _Contraction:

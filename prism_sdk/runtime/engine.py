@@ -77,9 +77,8 @@ class BoundaryEngine:
         self._posts: dict[tuple[int, int], int] = {}
         self._arrivals: dict[tuple[int, int], int] = {}
 
-    def start(self, first_row_start_ns: int) -> None:
-        """Fix the origin of the job's clock: this rank's first row starts now, and at `first_row_start_ns` in the graph."""
-        origin = time.monotonic_ns() - first_row_start_ns
+    def start(self, origin: int) -> None:
+        """Fix the origin of the job's clock: the graph's time 0, at which every rank begins."""
         if self._board is None:
             self._origin_ns = origin
             return

@@ -80,7 +80,7 @@ class RankHost:
 
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
-        arena_fd: int = -1, report: Callable[[str], None] = lambda text: None,
+        descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
     ) -> None:  # fmt: skip
         self.specs = {spec.rank: spec for spec in specs}
         self.ranks = {spec.rank: RankProcess(spec.rank) for spec in specs}
@@ -93,7 +93,7 @@ class RankHost:
         self._interrupted: int | None = None
         self._started_ns = time.monotonic_ns()
         self._last_status_ns = self._started_ns
-        self._forkserver, self._control = _start_forkserver(environment, arena_fd)
+        self._forkserver, self._control = _start_forkserver(environment, descriptors)
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
@@ -300,12 +300,14 @@ def _kill(pid: int, number: int) -> None:
             call(pid, number)
 
 
-def _start_forkserver(environment: Mapping[str, str], arena_fd: int) -> tuple[subprocess.Popen[bytes], wire.Channel]:
+def _start_forkserver(
+    environment: Mapping[str, str], descriptors: Sequence[int]
+) -> tuple[subprocess.Popen[bytes], wire.Channel]:
+    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers."""
     ours, theirs = socket.socketpair()
-    descriptors = [theirs.fileno()] + ([arena_fd] if arena_fd >= 0 else [])
     process = subprocess.Popen(
         [sys.executable, "-m", "prism_sdk.runtime.forkserver", str(theirs.fileno())],
-        pass_fds=descriptors, env=dict(environment), start_new_session=True,
+        pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()
     return process, wire.Channel(ours)

@@ -90,7 +90,7 @@ class AllAtOnce(Policy):
 
 def run_job(
     config: LaunchConfig, policy: Policy, report: Report, *, ranks: Sequence[int] | None = None,
-    emulate: EmulateSpec | None = None, metadata: Mapping[str, str] | None = None,
+    emulate: EmulateSpec | None = None, metadata: Mapping[str, str] | None = None, descriptors: Sequence[int] = (),
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
@@ -115,8 +115,9 @@ def run_job(
         environment = _environment(config)
         error: PrismError | None = None
         host = RankHost(
-            specs, token=token, policy=policy, environment=environment, arena_fd=arena_fd, report=report
-        )
+            specs, token=token, policy=policy, environment=environment, report=report,
+            descriptors=[*descriptors, *([arena_fd] if arena_fd >= 0 else [])],
+        )  # fmt: skip
         try:
             report(f"{len(ranks)} of {world_size} ranks, torch is being loaded")
             host.run()

@@ -15,7 +15,7 @@ from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.work import PrismWork
-from prismtrace.model import ProcessGroup
+from prismtrace.model import ABSENT, ProcessGroup
 
 
 def take_number(call: Call) -> int:
@@ -24,7 +24,7 @@ def take_number(call: Call) -> int:
     if not call.is_p2p:
         return group.take_seq()
     if call.peer is None:
-        return -1  # known once the message is matched
+        return ABSENT  # known once the message is matched
     me, peer = group.ranks[group.group_rank], group.ranks[call.peer]
     source, destination = (me, peer) if call.op.name == "SEND" else (peer, me)
     return group.take_p2p_seq(source, destination, call.tag or 0)

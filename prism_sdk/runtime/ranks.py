@@ -20,8 +20,9 @@ class EmulateSpec:
     plan: Path
     sandbox: tuple[int, ...]
     backend: str
-    prefetch_bytes: int
-    rendezvous_port: int
+    ring_fds: tuple[int, ...]  # the prefetch pool of each sandbox rank
+    board_fd: int  # posts of the sandbox ranks; -1 with only one
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -126,6 +126,7 @@ class RecordSeam(Seam):
         handle = PrismWork(complete, poll, call.outputs)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
+        self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
         return handle
 
     def _key(self, call: Call, seq: int) -> Key:

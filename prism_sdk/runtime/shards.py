@@ -36,6 +36,6 @@ def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str]) -> int:
             except prismtrace.PrismTraceError:
                 continue  # not even a header was written
     if shards:
-        prismtrace.merge(shards, output, metadata=dict(metadata))
+        prismtrace.merge(shards, output, metadata=dict(metadata), overwrite=True)
     shutil.rmtree(parts, ignore_errors=True)
     return len(shards)

@@ -62,7 +62,7 @@ class Tracer:
         self._memory = memory or ResidentMemory()
         self._rows: list[list[Any]] = []
         self._flushed = 0  # unit_index of _rows[0]
-        self._last_ns = now_ns()  # end of the last host row
+        self.first_ns = self._last_ns = now_ns()  # start of the first row; end of the last host row
         self._phase = int(Phase.OTHER)
         self._other_since = 0  # unit_index from which OTHER rows may turn out to be the next microbatch's forward
         self._boundary: tuple[int, int, int] | None = None  # (unit_index, time, cpu time) after the last optimizer step
@@ -117,6 +117,15 @@ class Tracer:
         self._last_ns = end_ns
         if blocked:
             self.amend(unit, END, end_ns)
+
+    def resume(self) -> None:
+        """The time since the last row was Prism's own: it belongs to no row."""
+        self._last_ns = now_ns()
+
+    @property
+    def last_ns(self) -> int:
+        """Where the last host row ended."""
+        return self._last_ns
 
     def amend(self, unit: int, position: int, value: Any) -> None:
         """Fill in one field of a row that is not written yet."""

@@ -14,6 +14,7 @@ from typing import Any
 import prismtrace
 from prism_sdk.abc import CalibrationContext
 from prism_sdk.errors import UsageError
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prismtrace import GraphKind, Op, Phase, ReduceOp, UnitKind
 
 __all__ = ["ScriptedCalibration", "ScriptedReplay", "write_trace"]
@@ -148,6 +149,18 @@ class ScriptedCalibration(CalibrationContext):
             self.work_dir / f"slice{len(self.slices)}.prism", kind=GraphKind.EMULATED, world_size=self._world_size,
             ranks=chosen, num_steps=self._num_steps, step_ns=next(self._step_ns),
         )  # fmt: skip
+
+    def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
+        """Observe ``module`` for real (this needs torch): measurements beside the job cannot be invented."""
+        from prism_sdk.runtime.launcher import launch
+
+        output = self.work_dir / f"{label}.prism"
+        config = LaunchConfig(
+            mode=LaunchMode.OBSERVE, target=module, is_module=True, arguments=tuple(arguments), output=output,
+            nproc_per_node=num_ranks, quiet=True,
+        )  # fmt: skip
+        launch(config)
+        return output
 
     def report(self, message: str) -> None:
         """Keep a line of progress in ``messages``."""

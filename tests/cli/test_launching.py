@@ -145,7 +145,11 @@ def test_the_report_goes_to_stderr(launcher: Launcher, capsys: pytest.CaptureFix
     assert run(["observe", "train.py"]) == 0
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "prism observe: done, 1 ranks, 1.5 s, wrote observed.prism" in captured.err
+    assert captured.err == "  steps: 3\n  loss: nan\n"
+    launcher.exit_code = 7
+    assert run(["observe", "train.py"]) == 1
+    assert "prism observe: failed with exit code 7" in capsys.readouterr().err
+    launcher.exit_code = 0
     assert run(["observe", "-q", "train.py"]) == 0
     assert capsys.readouterr() == ("", "")
 

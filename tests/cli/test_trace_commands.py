@@ -61,7 +61,9 @@ def test_info_of_a_bare_graph_has_no_times(tmp_path: Path, capsys: pytest.Captur
 
 def test_info_of_an_unfinished_file_says_so(unfinished: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["info", str(unfinished)]) == 0
-    assert "unfinished" in capsys.readouterr().out
+    assert "unfinished (prism recover saves it)" in capsys.readouterr().out
+    assert run(["info", "--json", str(unfinished)]) == 0
+    assert as_json(capsys)["finished"] is False
 
 
 @pytest.mark.parametrize("command", ["info", "validate"])
@@ -74,7 +76,7 @@ def test_what_is_no_trace_is_unreadable(
         path.write_bytes(content)
     assert run([command, str(path)]) == 3
     captured = capsys.readouterr()
-    assert str(path) in captured.err and "Traceback" not in captured.err
+    assert str(path) in captured.out + captured.err and "Traceback" not in captured.err
 
 
 def test_validate(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,6 +102,11 @@ def test_recover(unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     with prismtrace.TraceReader(output) as reader:
         assert reader.world_size == 4
     assert run(["recover", str(unfinished), "-o", str(unfinished)]) == 2
+    assert run(["recover", str(unfinished), "-o", str(output)]) == 1, "the output exists"
+    assert str(output) in capsys.readouterr().err
+    assert run(["recover", str(unfinished), "-o", str(output), "--overwrite", "--json"]) == 0
+    values = as_json(capsys)
+    assert values["num_rows"] > 0 and values["was_finished"] is False
 
 
 def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import faulthandler
 import os
 import sys
 import time
+import traceback
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -47,6 +48,8 @@ def run_case(chosen: Case, ctx: Context) -> dict[str, Any]:
     try:
         return {"value": plain(chosen.run(ctx))}
     except Exception as error:
+        if not chosen.is_optional:
+            print(f"rank {ctx.rank}: {chosen.name}: {traceback.format_exc()}", file=sys.stderr, flush=True)
         lines = str(error).splitlines() or [""]
         return {"error": f"{type(error).__name__}: {lines[0]}"}
 

@@ -58,8 +58,10 @@ class Program:
     def _message(self, kind: UnitKind, rank: int, peer: int, key: tuple[int, ...], transfer: int) -> int:
         seq = self.seqs.setdefault((kind, *key), 0)
         self.seqs[(kind, *key)] += 1
-        return self._add(rank, kind, group_id=key[0], seq=seq, dtype=1,
-                         op=int(Op.SEND if kind == SEND else Op.RECV), num_elements_in=4, num_elements_out=4, peer=peer, tag=key[3], transfer_ns=transfer)  # fmt: skip
+        return self._add(
+            rank, kind, group_id=key[0], seq=seq, dtype=1, op=int(Op.SEND if kind == SEND else Op.RECV),
+            num_elements_in=4, num_elements_out=4, peer=peer, tag=key[3], transfer_ns=transfer,
+        )  # fmt: skip
 
     def wait(self, rank: int, unit: int, wake: int = ABSENT, least: int = ABSENT) -> None:
         self._add(rank, WAIT, awaits=unit, gap_ns=wake, transfer_ns=least)

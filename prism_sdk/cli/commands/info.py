@@ -58,10 +58,11 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
     return {
         "file": str(file),
         "size_bytes": file.stat().st_size,
-        "format_version": reader.format_version,
+        "format_version": list(reader.format_version),
+        "writer": reader.writer,
         "graph_kind": reader.graph_kind.name.lower(),
         "world_size": int(reader.world_size),
-        "finished": bool(getattr(reader, "finished", True)),
+        "finished": not reader.unfinished,
         "num_units": sum(rank["num_units"] for rank in ranks),
         "step_ns_median": medians[len(medians) // 2] if medians else None,
         "ranks": ranks,
@@ -99,10 +100,9 @@ def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
 def _show(values: dict[str, Any], *, limit: int | None) -> None:
     metadata: dict[str, str] = values["metadata"]
     size = format_bytes(values["size_bytes"])
-    version = values["format_version"]
-    shown_version = ".".join(map(str, version)) if isinstance(version, tuple | list) else str(version)
+    version = ".".join(map(str, values["format_version"]))
     state = "" if values["finished"] else ", unfinished (prism recover saves it)"
-    click.echo(f"{values['file']}: {values['graph_kind']} graph, format {shown_version}, {size}{state}")
+    click.echo(f"{values['file']}: {values['graph_kind']} graph, format {version}, {size}{state}")
     ranks, groups = values["ranks"], values["groups"]
     click.echo(f"ranks: {len(ranks)} of {values['world_size']}, {values['num_units']} units")
     if values["step_ns_median"] is not None:

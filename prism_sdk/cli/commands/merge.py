@@ -14,7 +14,8 @@ from prism_sdk.errors import ExitCode, UsageError
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."
 )
-def command(files: tuple[Path, ...], output: Path) -> int:
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+def command(files: tuple[Path, ...], output: Path, overwrite: bool) -> int:
     """Join trace files of one job, for example one a machine, into one.
 
     Where two files say different things about the same, the later one counts.
@@ -28,6 +29,6 @@ def command(files: tuple[Path, ...], output: Path) -> int:
     for file in files:
         if output.exists() and file.exists() and output.samefile(file):
             raise UsageError(f"the output {output} is one of the files to merge", hint="give -o another name")
-    prismtrace.merge(files, output)
+    prismtrace.merge(files, output, overwrite=overwrite)
     click.echo(f"wrote {output} from {len(files)} files")
     return ExitCode.OK

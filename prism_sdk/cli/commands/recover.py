@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from prism_sdk.cli.output import echo_json, json_ready
+from prism_sdk.cli.output import echo_json, format_bytes, json_ready
 from prism_sdk.errors import ExitCode, UsageError
 
 
@@ -15,8 +15,9 @@ from prism_sdk.errors import ExitCode, UsageError
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."
 )
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def command(file: Path, output: Path, as_json: bool) -> int:
+def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """Save every whole part of a trace file that was cut off or damaged into a new, finished file.
 
     The damaged file is not changed.
@@ -29,12 +30,13 @@ def command(file: Path, output: Path, as_json: bool) -> int:
 
     if output.exists() and file.exists() and output.samefile(file):
         raise UsageError("the output is the damaged file itself", hint="give -o another name")
-    report = prismtrace.recover(file, output)
-    values = json_ready(report)
+    report = prismtrace.recover(file, output, overwrite=overwrite)
     if as_json:
-        echo_json({"file": file, "output": output, "report": values})
-    else:
-        click.echo(f"wrote {output}")
-        for key, value in values.items() if isinstance(values, dict) else ():
-            click.echo(f"  {key}: {value}")
+        echo_json({"file": file, "output": output, "lost_bytes": report.lost_bytes, **json_ready(report)})
+        return ExitCode.OK
+    click.echo(f"wrote {output}: {report.num_rows} rows in {report.num_chunks} chunks, {report.num_payloads} payloads")
+    if report.was_finished and not report.lost:
+        click.echo("the file was whole: nothing had to be recovered")
+    for part in report.lost:
+        click.echo(f"lost bytes {part.start} to {part.end} ({format_bytes(part.end - part.start)}): {part.reason}")
     return ExitCode.OK

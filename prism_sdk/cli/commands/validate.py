@@ -36,7 +36,20 @@ def command(file: Path, as_json: bool) -> int:
         if not errors:
             warnings = f", {len(findings)} remarks" if findings else ""
             click.echo(f"{file} is a valid trace{warnings}")
-    return ExitCode.FINDING if errors else ExitCode.OK
+    if not errors:
+        return ExitCode.OK
+    return ExitCode.FINDING if _is_readable(file) else ExitCode.UNREADABLE
+
+
+def _is_readable(file: Path) -> bool:
+    """Whether anything of the file can be used, with or without an index."""
+    import prismtrace
+
+    try:
+        with prismtrace.TraceReader(file, allow_unfinished=True):
+            return True
+    except prismtrace.PrismTraceError:
+        return False
 
 
 def _severity(finding: object) -> str:

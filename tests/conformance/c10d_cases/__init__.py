@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXACT", "LOOSE", "Case", "Context", "attempt", "case", "load_cases"]
+import torch
+
+__all__ = ["EXACT", "LOOSE", "Case", "Context", "WrongAnswer", "attempt", "case", "expect", "load_cases"]
 
 EXACT = 0.0
 """Tolerance of a result in which nothing is summed, or only whole numbers are."""
@@ -21,7 +23,18 @@ EXACT = 0.0
 LOOSE = 2e-4
 """Tolerance of trained values: two backends may sum in different orders."""
 
-_MODULES = ("collectives", "shapes", "handles", "groups", "p2p", "dtensor", "stores", "refusals", "training", "pipelines")
+_MODULES = (
+    "collectives",
+    "shapes",
+    "handles",
+    "groups",
+    "p2p",
+    "dtensor",
+    "stores",
+    "refusals",
+    "training",
+    "pipelines",
+)
 _LAST_MODULE = "lifecycle"
 
 
@@ -49,7 +62,7 @@ class Case:
     """Relative and absolute tolerance of floating-point results; 0 asks for equality."""
     is_slow: bool
     is_optional: bool
-    """Plain gloo is known to refuse it or to answer wrongly: what the other side does is reported, never judged."""
+    """Plain gloo is known to refuse it or to answer wrongly: another backend may refuse it too, or be right."""
 
 
 _registry: dict[str, Case] = {}
@@ -75,6 +88,18 @@ def load_cases() -> dict[str, Case]:
     for module in (*_MODULES, _LAST_MODULE):
         importlib.import_module(f"{__name__}.{module}")
     return dict(_registry)
+
+
+class WrongAnswer(AssertionError):
+    """A backend answered, and wrongly. Raised by the cases in which gloo cannot be the judge."""
+
+
+def expect(actual: torch.Tensor | list[torch.Tensor], wanted: torch.Tensor | list[torch.Tensor]) -> None:
+    """Raise ``WrongAnswer`` unless ``actual`` equals what the case itself works out."""
+    pairs = zip(actual, wanted, strict=True) if isinstance(actual, list) else ((actual, wanted),)
+    for left, right in pairs:
+        if not torch.equal(left, right):
+            raise WrongAnswer(f"{left.tolist()} in place of {right.tolist()}")
 
 
 def attempt(function: Callable[[], Any], *, text: bool = True) -> str:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import Context, case
+from . import Context, case, expect
 
 _OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
-_OPTIONAL_OPS = {"AVG"}
 _DTYPES = {
     "float64": torch.float64,
     "float32": torch.float32,
@@ -25,12 +24,16 @@ _DTYPES = {
     "complex64": torch.complex64,
     "complex128": torch.complex128,
 }
-_OPTIONAL_DTYPES = {"bool", "complex64", "complex128"}
 
 
 def whole(ctx: Context, size: int = 6, dtype: torch.dtype = torch.float32, *, offset: int = 0) -> torch.Tensor:
     """Small whole numbers that differ by rank: their sums are exact in every order and in every data type."""
     return ((torch.arange(size) * 3 + ctx.rank * 5 + offset) % 7).to(dtype)
+
+
+def of_rank(ctx: Context, rank: int, size: int = 6, *, offset: int = 0) -> torch.Tensor:
+    """What ``whole`` gives on another rank."""
+    return whole(Context(rank=rank, world_size=ctx.world_size, scratch=ctx.scratch), size, offset=offset)
 
 
 def _register_all_reduce_ops() -> None:
@@ -42,7 +45,7 @@ def _register_all_reduce_ops() -> None:
             dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op_name))
             return tensor
 
-        case(f"all_reduce_op_{op_name.lower()}", optional=op_name in _OPTIONAL_OPS, tolerance=1e-6)(run)
+        case(f"all_reduce_op_{op_name.lower()}", tolerance=1e-6)(run)
 
 
 def _register_all_reduce_dtypes() -> None:
@@ -55,7 +58,7 @@ def _register_all_reduce_dtypes() -> None:
             dist.all_reduce(tensor)
             return tensor
 
-        case(f"all_reduce_dtype_{label}", optional=label in _OPTIONAL_DTYPES)(run)
+        case(f"all_reduce_dtype_{label}")(run)
 
 
 _register_all_reduce_ops()
@@ -66,6 +69,7 @@ _register_all_reduce_dtypes()
 def all_reduce_premul_sum(ctx: Context) -> Any:
     tensor = whole(ctx)
     dist.all_reduce(tensor, op=dist._make_nccl_premul_sum(2.0))
+    expect(tensor, sum(2 * of_rank(ctx, peer) for peer in ctx.peers))
     return tensor
 
 
@@ -153,6 +157,7 @@ def all_gather_every_dtype(ctx: Context) -> Any:
 def all_gather_uneven(ctx: Context) -> Any:
     outputs = [torch.zeros(peer + 1) for peer in ctx.peers]
     dist.all_gather(outputs, whole(ctx, ctx.rank + 1))
+    expect(outputs, [of_rank(ctx, peer, peer + 1) for peer in ctx.peers])
     return outputs
 
 
@@ -167,6 +172,7 @@ def all_gather_into_tensor_flat(ctx: Context) -> Any:
 def all_gather_into_tensor_stacked(ctx: Context) -> Any:
     output = torch.zeros(ctx.world_size, 2, 3)
     dist.all_gather_into_tensor(output, whole(ctx).view(2, 3))
+    expect(output, torch.stack([of_rank(ctx, peer).view(2, 3) for peer in ctx.peers]))
     return output
 
 
@@ -198,7 +204,7 @@ def reduce_scatter_list(ctx: Context) -> Any:
     return output
 
 
-@case(optional=True)
+@case()
 def reduce_scatter_uneven(ctx: Context) -> Any:
     output = torch.zeros(ctx.rank + 1)
     dist.reduce_scatter(output, [whole(ctx, peer + 1) for peer in ctx.peers])
@@ -212,7 +218,7 @@ def reduce_scatter_tensor_flat(ctx: Context) -> Any:
     return output
 
 
-@case(optional=True)
+@case(tolerance=1e-6)
 def reduce_scatter_tensor_average(ctx: Context) -> Any:
     output = torch.zeros(4)
     dist.reduce_scatter_tensor(output, whole(ctx, 4 * ctx.world_size), op=dist.ReduceOp.AVG)
@@ -221,7 +227,7 @@ def reduce_scatter_tensor_average(ctx: Context) -> Any:
 
 @case()
 def reduce_scatter_tensor_max(ctx: Context) -> Any:
-    output = torch.zeros(2, 2)
+    output = torch.zeros(1, 2, 2)
     dist.reduce_scatter_tensor(output, whole(ctx, 4 * ctx.world_size).view(-1, 2, 2), op=dist.ReduceOp.MAX)
     return output
 
@@ -237,6 +243,7 @@ def all_to_all_list(ctx: Context) -> Any:
 def all_to_all_list_uneven(ctx: Context) -> Any:
     outputs = [torch.zeros(peer + ctx.rank + 1) for peer in ctx.peers]
     dist.all_to_all(outputs, [whole(ctx, ctx.rank + peer + 1) for peer in ctx.peers])
+    expect(outputs, [of_rank(ctx, peer, ctx.rank + peer + 1) for peer in ctx.peers])
     return outputs
 
 
@@ -284,4 +291,5 @@ def all_gather_float8(ctx: Context) -> Any:
     value = whole(ctx).to(torch.float8_e4m3fn)
     output = torch.zeros(6 * ctx.world_size, dtype=torch.float8_e4m3fn)
     dist.all_gather_into_tensor(output, value)
+    expect(output.float(), torch.cat([of_rank(ctx, peer) for peer in ctx.peers]))
     return output.float()

@@ -1,4 +1,4 @@
-"""Cases of DTensor, functional collectives (eager, differentiable, compiled) and ``distributed.nn``; not of training."""
+"""Cases of DTensor, functional collectives (eager, differentiable, compiled) and ``distributed.nn``; no training."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def distributed_nn_others(ctx: Context) -> Any:
     return sent.grad, reduced.grad, outputs, inputs.grad
 
 
-@case(optional=True)
+@case()
 def distributed_nn_reduce_scatter(ctx: Context) -> Any:
     leaf = whole(ctx, 2 * ctx.world_size).requires_grad_()
     output = dist_nn.reduce_scatter(torch.zeros(2), list(leaf.chunk(ctx.world_size)))

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from . import Context, case
-from .collectives import whole
+from . import Context, case, expect
+from .collectives import of_rank, whole
 
 
 def mesh_shape(ctx: Context) -> tuple[int, int]:
@@ -29,7 +29,6 @@ def answers_about_the_world(ctx: Context) -> Any:
         "initialized": dist.is_initialized(),
         "available": dist.is_available(),
         "gloo": dist.is_gloo_available(),
-        "elastic": dist.is_torchelastic_launched(),
         "global_rank": dist.get_global_rank(dist.group.WORLD, 1),
         "group_rank": dist.get_group_rank(dist.group.WORLD, 1),
         "group_name": dist.group.WORLD.group_name,
@@ -37,8 +36,13 @@ def answers_about_the_world(ctx: Context) -> Any:
         "size": dist.group.WORLD.size(),
         "rank_of_group": dist.group.WORLD.rank(),
         "type": type(dist.group.WORLD).__name__,
-        "node_local_rank": dist.get_node_local_rank(fallback_rank=-1),
     }
+
+
+@case()
+def answers_about_the_launcher(ctx: Context) -> Any:
+    """Programs ask whether torchrun started them; Prism's launcher takes its place."""
+    return dist.is_torchelastic_launched(), dist.get_node_local_rank(fallback_rank=-1)
 
 
 @case()
@@ -121,6 +125,8 @@ def split_group(ctx: Context) -> Any:
     group = dist.split_group(split_ranks=[[0], list(range(1, ctx.world_size))])
     tensor = whole(ctx)
     dist.all_reduce(tensor, group=group)
+    members = [0] if ctx.rank == 0 else list(range(1, ctx.world_size))
+    expect(tensor, sum(of_rank(ctx, peer) for peer in members))
     return tensor
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from . import Context, case
-from .collectives import whole
+from . import Context, case, expect
+from .collectives import of_rank, whole
 
 
 @case()
@@ -131,7 +131,7 @@ def future_then(ctx: Context) -> Any:
     return chained.wait(), chained.done()
 
 
-@case(optional=True)
+@case()
 def work_result(ctx: Context) -> Any:
     work = dist.all_reduce(whole(ctx), async_op=True)
     work.wait()
@@ -141,8 +141,7 @@ def work_result(ctx: Context) -> Any:
 @case()
 def future_collected(ctx: Context) -> Any:
     works = [dist.all_reduce(whole(ctx, offset=index), async_op=True) for index in range(4)]
-    values = torch.futures.wait_all([work.get_future() for work in works])
-    return values
+    return torch.futures.wait_all([work.get_future() for work in works])
 
 
 @case()
@@ -195,12 +194,17 @@ def coalescing_manager_reduce_scatters(ctx: Context) -> Any:
 
 @case(optional=True)
 def coalescing_manager_with_device(ctx: Context) -> Any:
-    """With a device the manager brackets the backend's own coalescing, as DeepSpeed uses it."""
+    """With a device the manager brackets the backend's own coalescing, as DeepSpeed uses it.
+
+    It has a group of its own: where the backend refuses, torch queues every later collective of that group for ever.
+    """
+    group = dist.new_group(list(ctx.peers))
     outputs = [torch.zeros(6 * ctx.world_size) for _ in range(2)]
-    with _coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+    with _coalescing_manager(group=group, device=torch.device("cpu"), async_ops=True) as manager:
         for index, output in enumerate(outputs):
-            dist.all_gather_into_tensor(output, whole(ctx, offset=index))
+            dist.all_gather_into_tensor(output, whole(ctx, offset=index), group=group)
     manager.wait()
+    expect(outputs, [torch.cat([of_rank(ctx, peer, offset=index) for peer in ctx.peers]) for index in range(2)])
     return outputs
 
 

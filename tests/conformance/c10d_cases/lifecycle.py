@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -9,6 +10,19 @@ import torch.distributed as dist
 
 from . import Context, attempt, case
 from .collectives import whole
+from .stores import free_port
+
+
+def _agreed_port() -> int:
+    """A port that is free on rank 0's machine.
+
+    Every new start needs a rendezvous of its own: where gloo meets its own old addresses it waits for ever. And
+    torchrun's variable must go: while it is set, no rank serves the store of a new address.
+    """
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    port: list[Any] = [free_port() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(port, src=0)
+    return int(port[0])
 
 
 def _start_again(ctx: Context, **arguments: Any) -> None:
@@ -49,10 +63,10 @@ def destroyed_and_started_from_a_store(ctx: Context) -> Any:
 
 
 @case()
-def destroyed_and_started_from_the_environment(ctx: Context) -> Any:
-    dist.barrier()
+def destroyed_and_started_from_an_address(ctx: Context) -> Any:
+    port = _agreed_port()
     dist.destroy_process_group()
-    _start_again(ctx, backend="gloo")
+    _start_again(ctx, backend="gloo", init_method=f"tcp://127.0.0.1:{port}", rank=ctx.rank, world_size=ctx.world_size)
     tensor = whole(ctx)
     dist.all_reduce(tensor)
     group = dist.new_group([0, 1])
@@ -62,11 +76,22 @@ def destroyed_and_started_from_the_environment(ctx: Context) -> Any:
 
 
 @case()
-def backend_not_named(ctx: Context) -> Any:
-    """Without a name torch makes a group for every device; on a CPU that means gloo."""
-    dist.barrier()
+def destroyed_and_started_from_the_environment(ctx: Context) -> Any:
+    port = _agreed_port()
     dist.destroy_process_group()
-    _start_again(ctx)
+    os.environ["MASTER_PORT"] = str(port)
+    _start_again(ctx, backend="gloo")
+    tensor = whole(ctx)
+    dist.all_reduce(tensor)
+    return tensor, dist.get_rank(), dist.get_world_size()
+
+
+@case()
+def backend_not_named(ctx: Context) -> Any:
+    """Without a name torch makes a group for every device that it has; on a CPU that means gloo."""
+    port = _agreed_port()
+    dist.destroy_process_group()
+    _start_again(ctx, init_method=f"tcp://127.0.0.1:{port}", rank=ctx.rank, world_size=ctx.world_size)
     tensor = whole(ctx)
     dist.all_reduce(tensor)
     return tensor
@@ -74,9 +99,11 @@ def backend_not_named(ctx: Context) -> Any:
 
 @case()
 def backend_named_by_device(ctx: Context) -> Any:
-    dist.barrier()
+    port = _agreed_port()
     dist.destroy_process_group()
-    _start_again(ctx, backend="cpu:gloo")
+    _start_again(
+        ctx, backend="cpu:gloo", init_method=f"tcp://127.0.0.1:{port}", rank=ctx.rank, world_size=ctx.world_size
+    )
     tensor = whole(ctx)
     dist.all_reduce(tensor)
     return tensor, dist.get_backend()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from . import Context, case
+from . import Context, case, expect
 from .collectives import whole
 
 
@@ -123,6 +123,7 @@ def send_to_self(ctx: Context) -> Any:
     work = dist.isend(whole(ctx), ctx.rank)
     dist.recv(received, ctx.rank)
     work.wait()
+    expect(received, whole(ctx))
     return received
 
 

@@ -1,4 +1,4 @@
-"""Cases of torch's pipelining schedules: what the last stage's loss and every stage's gradients are; not their speed."""
+"""Cases of torch's pipelining schedules: the last stage's losses and every stage's gradients; not their speed."""
 
 from __future__ import annotations
 

@@ -51,17 +51,16 @@ def refused_roots(ctx: Context) -> Any:
     ]
 
 
-@case(optional=True)
+@case()
 def refused_ranks_out_of_range(ctx: Context) -> Any:
+    """No send or recv here: gloo waits out its time limit for such a peer and then crashes the process."""
     return [
         attempt(lambda: dist.broadcast(whole(ctx), src=ctx.world_size), text=False),
         attempt(lambda: dist.reduce(whole(ctx), dst=99), text=False),
-        attempt(lambda: dist.send(whole(ctx), 99), text=False),
-        attempt(lambda: dist.recv(whole(ctx), 99), text=False),
     ]
 
 
-@case(optional=True)
+@case()
 def refused_sizes(ctx: Context) -> Any:
     return [
         attempt(lambda: dist.all_gather_into_tensor(torch.zeros(5), whole(ctx)), text=False),

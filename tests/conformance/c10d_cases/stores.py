@@ -90,7 +90,8 @@ def store_many_keys(ctx: Context) -> Any:
     return store.multi_get(keys)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -98,11 +99,9 @@ def _free_port() -> int:
 
 @case()
 def store_of_its_own(ctx: Context) -> Any:
-    port: list[Any] = [_free_port() if ctx.rank == 0 else None]
+    port: list[Any] = [free_port() if ctx.rank == 0 else None]
     dist.broadcast_object_list(port, src=0)
-    store = dist.TCPStore(
-        "127.0.0.1", port[0], ctx.world_size, is_master=ctx.rank == 0, timeout=timedelta(seconds=30)
-    )
+    store = dist.TCPStore("127.0.0.1", port[0], ctx.world_size, is_master=ctx.rank == 0, timeout=timedelta(seconds=30))
     store.set(str(ctx.rank), f"from {ctx.rank}")
     values = [store.get(str(peer)) for peer in ctx.peers]
     count = store.add("left", 1)

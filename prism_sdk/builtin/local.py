@@ -1,0 +1,44 @@
+"""The replay backend `local`: no peer at all, the rank is held until the graph's time.
+
+Responsible for holding a CPU rank exactly; when a communication is due is the boundary engine's knowledge.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prism_sdk.abc import ReplayBackend, ReplayContext, ReplaySession
+from prism_sdk.hookspecs import hookimpl
+
+_SPIN_NS = 150_000  # the last stretch is spun: a sleep may end that much late
+
+
+class LocalSession(ReplaySession):
+    """Sleeps towards a deadline and spins over the last stretch."""
+
+    def hold_until(self, deadline_ns: int) -> int:
+        now = time.monotonic_ns()
+        while now < deadline_ns:
+            left = deadline_ns - now
+            if left > _SPIN_NS:
+                time.sleep((left - _SPIN_NS) / 1e9)
+            now = time.monotonic_ns()
+        return now - deadline_ns
+
+    def close(self) -> None:
+        return None
+
+
+class LocalBackend(ReplayBackend):
+    """Holds the rank itself; needs neither peers nor a network."""
+
+    name = "local"
+    description = "hold each communication until the graph's time; no peers"
+
+    def open(self, context: ReplayContext) -> ReplaySession:
+        return LocalSession()
+
+
+@hookimpl
+def prism_register_backends() -> list[ReplayBackend]:
+    return [LocalBackend()]

@@ -1,0 +1,187 @@
+"""The calibration strategy `slices`: runs as many ranks for real at once as there are slots, all others virtual.
+
+Responsible for the order of slices and passes and for writing the calibrated graph; the arithmetic is in
+prism_sdk.graph.calibrate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from prism_sdk.abc import CalibrationContext, CalibrationPass, CalibrationResult, CalibrationStrategy
+from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers
+from prism_sdk.errors import CalibrationError
+from prism_sdk.graph.calibrate import Calibration, merge_slices, predict_step_time, relative_change
+from prism_sdk.graph.job import JobGraph
+from prism_sdk.hookspecs import hookimpl
+from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter
+
+_MAX_PASSES = 4
+_RESAMPLES = 40
+_LARGE_GRAPH_ROWS = 200_000  # above it fewer resamples, to keep the interval's cost bounded
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `-O key=value` may set."""
+
+    passes: int = _MAX_PASSES
+    warmup_steps: int = 1
+    transfers: str = "probe"  # or a trace of the job observed on the real machine
+
+    @classmethod
+    def parse(cls, options: Mapping[str, str]) -> Options:
+        try:
+            return cls(
+                passes=int(options.get("passes", cls.passes)),
+                warmup_steps=int(options.get("warmup_steps", cls.warmup_steps)),
+                transfers=options.get("transfers", cls.transfers),
+            )
+        except ValueError as error:
+            raise CalibrationError(f"an option is not a whole number: {error}", strategy="slices") from error
+
+
+class Slices(CalibrationStrategy):
+    """Slice by slice, with medians over steps, waiting stripped from transfers, repeated until nothing changes."""
+
+    name = "slices"
+    description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"
+
+    def calibrate(self, context: CalibrationContext) -> CalibrationResult:
+        options = Options.parse(context.options)
+        bare = self._with_transfers(context, options)
+        slices = partition(context.world_size, context.num_slots)
+        graph_path = context.graph_path if bare is None else bare
+        base = JobGraph.load(graph_path)
+        measured: list[JobGraph] = []
+        passes: list[CalibrationPass] = []
+        calibration: Calibration | None = None
+        converged = False
+        for index in range(max(options.passes, 1)):
+            for position, ranks in enumerate(slices):
+                context.report(f"pass {index + 1}, slice {position + 1} of {len(slices)}: ranks {_short(ranks)}")
+                trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
+                measured.append(JobGraph.load(trace))
+            before, calibration = calibration, merge_slices(base, measured, warmup_steps=options.warmup_steps)
+            resamples = _RESAMPLES if len(base) < _LARGE_GRAPH_ROWS else 8
+            interval = predict_step_time(
+                base, measured, warmup_steps=options.warmup_steps, num_resamples=resamples
+            )
+            change = None if before is None else relative_change(before.timeline, calibration.timeline)
+            predicted, low, high = round(interval.value), round(interval.low), round(interval.high)
+            passes.append(
+                CalibrationPass(index, None if change is None else 100 * change, predicted, low, high)
+            )
+            context.report(_progress(passes[-1]))
+            noise = (high - low) / max(predicted, 1)
+            converged = change is not None and change <= max(noise, 0.001)
+            graph_path = context.work_dir / f"pass{index}.prism"
+            write_calibrated(context.graph_path, calibration, graph_path, {}, with_payloads=False)
+            if converged or len(slices) == 1 and index >= 1:
+                break
+        assert calibration is not None
+        last = passes[-1]
+        facts = {
+            "calibration.strategy": self.name, "calibration.passes": str(len(passes)),
+            "calibration.slices": str(len(slices)), "calibration.converged": str(converged).lower(),
+            "calibration.step_ns": str(last.predicted_step_ns),
+            "calibration.interval_ns": f"{last.step_low_ns}:{last.step_high_ns}",
+            "calibration.change_percent": ",".join(
+                "" if p.change_percent is None else f"{p.change_percent:.3f}" for p in passes
+            ),
+            "calibration.unmeasured_units": str(len(calibration.unmeasured_compute)),
+            "calibration.transfers": options.transfers if bare is not None else "slices",
+        }  # fmt: skip
+        write_calibrated(context.graph_path, calibration, context.output, facts, with_payloads=True)
+        return CalibrationResult(
+            context.output, tuple(passes), last.predicted_step_ns, last.step_low_ns, last.step_high_ns, converged
+        )
+
+    def _with_transfers(self, context: CalibrationContext, options: Options) -> Path | None:
+        """A copy of the bare graph whose transfers are modelled; None when every group fits into one slice."""
+        graph = JobGraph.load(context.graph_path)
+        slices = [frozenset(ranks) for ranks in partition(context.world_size, context.num_slots)]
+        if all(any(s.issuperset(group.ranks) for s in slices) for group in graph.groups.values()):
+            return None
+        if options.transfers == "probe":
+            context.report("measuring this machine's transport, for groups larger than a slice")
+            trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
+            model = TransferModel.fit(JobGraph.load(trace))
+            transfers = modelled_transfers(graph, model)
+        else:
+            observed = JobGraph.load(options.transfers)
+            found = merge_slices(graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0)
+            transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
+        path = context.work_dir / "modelled.prism"
+        columns = {rank: {"transfer_ns": transfers[graph.rows(rank)]} for rank in graph.ranks}
+        write_times(context.graph_path, columns, path, GraphKind.BARE, {}, with_payloads=False)
+        return path
+
+
+def partition(world_size: int, num_slots: int) -> list[tuple[int, ...]]:
+    """The ranks in slices of at most `num_slots`, neighbours together."""
+    return [tuple(range(first, min(first + num_slots, world_size))) for first in range(0, world_size, num_slots)]
+
+
+def write_calibrated(
+    source: Path, calibration: Calibration, output: Path, metadata: Mapping[str, str], *, with_payloads: bool
+) -> None:
+    """Write `source` with the calibrated times in place of its own."""
+    columns = {rank: calibration.columns(rank) for rank in calibration.graph.ranks}
+    steps = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
+    write_times(source, columns, output, GraphKind.CALIBRATED, metadata, with_payloads=with_payloads, steps=steps)
+
+
+def write_times(
+    source: Path, columns: Mapping[int, Mapping[str, np.ndarray]], output: Path, kind: GraphKind,
+    metadata: Mapping[str, str], *, with_payloads: bool,
+    steps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
+) -> None:  # fmt: skip
+    """Write a copy of `source` in which `columns` (by rank) replace its own; whole or not at all."""
+    temporary = output.with_name(output.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with TraceReader(source) as reader:
+            facts = {**reader.metadata, **metadata}
+            with TraceWriter(temporary, graph_kind=kind, world_size=reader.world_size, metadata=facts) as writer:
+                for group in reader.groups.values():
+                    writer.add_group(group)
+                for rank in reader.ranks:
+                    writer.add_units(rank, {**reader.units(rank).columns(), **columns.get(rank, {})})
+                    writer.add_steps(rank, _steps(reader, rank, steps))
+                    writer.add_scalars(rank, reader.scalars(rank))
+                for digest in reader.payload_digests if with_payloads else ():
+                    writer.add_payload(reader.payload(digest))
+        temporary.replace(output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _steps(
+    reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None
+) -> dict[str, object]:
+    columns: dict[str, object] = dict(reader.steps(rank).columns())
+    if ends is not None and rank in ends:
+        known = dict(zip(*(values.tolist() for values in ends[rank]), strict=True))
+        wanted = np.asarray(columns["step"]).tolist()
+        columns["end_ns"] = np.array([known.get(step, ABSENT) for step in wanted], dtype=np.int64)
+        columns["start_ns"] = np.array([known.get(step - 1, ABSENT) for step in wanted], dtype=np.int64)
+    return columns
+
+
+def _progress(one: CalibrationPass) -> str:
+    change = "" if one.change_percent is None else f", change {one.change_percent:.2f} %"
+    return f"pass {one.index + 1}: step {one.predicted_step_ns / 1e6:.3f} ms{change}"
+
+
+def _short(ranks: Sequence[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+
+
+@hookimpl
+def prism_register_strategies() -> list[CalibrationStrategy]:
+    return [Slices()]

@@ -1,0 +1,93 @@
+"""How long a transfer takes in a group that this machine cannot run for real, one rank a core.
+
+Responsible for a table measured between two ranks and for extending it to larger groups; the values it gives are
+modelled, not measured, and the calibration says so.
+
+Steps of the algorithms (gloo's, for n members and S bytes a member; a *step* moves one block between neighbours):
+ring all-reduce 2(n-1) steps of S/n; ring all-gather n-1 steps of S; reduce-scatter and all-to-all n-1 steps of S/n;
+trees (broadcast, reduce, barrier) ceil(log2 n) steps of S; gather and scatter n-1 blocks of S at the root.
+Between two ranks the same formulas count one step (all-reduce: two), which is what the table holds; so
+T_n(S) = steps_n / steps_2 * T_2(block_n / block_2 * S).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from prism_sdk.graph.calibrate import measure
+from prism_sdk.graph.job import JobGraph
+from prismtrace import ABSENT, DType, Op, UnitKind
+
+_SAME_TABLE = {Op.GATHER: Op.BROADCAST, Op.SCATTER: Op.BROADCAST, Op.SEND: Op.RECV}
+_FALLBACK_NS = 50_000
+
+
+@dataclass(frozen=True)
+class TransferModel:
+    """Measured times between two ranks: for each operation, sizes in bytes and times in ns, both ascending in size."""
+
+    tables: Mapping[Op, tuple[tuple[float, ...], tuple[float, ...]]]
+
+    @classmethod
+    def fit(cls, graph: JobGraph) -> TransferModel:
+        """Medians of the transfers that a trace of two ranks shows, by operation and size."""
+        c = graph.columns
+        transfer = measure(graph).transfer_ns
+        tables: dict[Op, tuple[tuple[float, ...], tuple[float, ...]]] = {}
+        known = (transfer != ABSENT) & (c["kind"] != UnitKind.COMPUTE) & (c["kind"] != UnitKind.WAIT)
+        for op in {int(o) for o in c["op"][known]}:
+            rows = np.flatnonzero(known & (c["op"] == op))
+            sizes = np.array([_num_bytes(graph, int(row)) for row in rows])
+            points = [(float(size), float(np.median(transfer[rows[sizes == size]]))) for size in np.unique(sizes)]
+            tables[Op(op)] = (tuple(p[0] for p in points), tuple(p[1] for p in points))
+        return cls(tables)
+
+    def transfer_ns(self, op: Op, *, num_bytes: int, group_size: int) -> int:
+        """The modelled time of one operation in a group of `group_size` ranks, `num_bytes` contributed by each."""
+        n = max(group_size, 1)
+        if n == 1:
+            return 0
+        if op is Op.ALL_REDUCE or op is Op.REDUCE_SCATTER or op is Op.ALL_TO_ALL:
+            return round((n - 1) * self._between_two(op, num_bytes * 2 / n))
+        if op in (Op.ALL_GATHER, Op.GATHER, Op.SCATTER):
+            return round((n - 1) * self._between_two(op, num_bytes))
+        if op is Op.SEND:
+            return 0  # buffered: what the message takes is counted where it is received
+        steps = 1 if op is Op.RECV else math.ceil(math.log2(n))
+        return round(steps * self._between_two(op, num_bytes))
+
+    def _between_two(self, op: Op, num_bytes: float) -> float:
+        table = self.tables.get(op) or self.tables.get(_SAME_TABLE.get(op, op))
+        if table is None:
+            return _FALLBACK_NS
+        sizes, times = table
+        if len(sizes) > 1 and num_bytes > sizes[-1]:  # beyond the table: at the last slope
+            slope = max(times[-1] - times[-2], 0.0) / (sizes[-1] - sizes[-2])
+            return times[-1] + slope * (num_bytes - sizes[-1])
+        return float(np.interp(num_bytes, sizes, times))
+
+
+def _num_bytes(graph: JobGraph, row: int) -> int:
+    c = graph.columns
+    counts = [int(c[name][row]) for name in ("num_elements_in", "num_elements_out")]
+    count = counts[1] if c["op"][row] in (Op.BROADCAST, Op.SCATTER, Op.RECV) else counts[0]
+    return max(count, 0) * DType(int(c["dtype"][row])).itemsize_bytes
+
+
+def modelled_transfers(graph: JobGraph, model: TransferModel) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A transfer for every communication row of `graph`, ABSENT elsewhere."""
+    c = graph.columns
+    result = np.full(len(graph), ABSENT, dtype=np.int64)
+    rows = np.flatnonzero((c["kind"] != UnitKind.COMPUTE) & (c["kind"] != UnitKind.WAIT))
+    sizes = {group_id: len(group.ranks) for group_id, group in graph.groups.items()}
+    cache: dict[tuple[int, int, int], int] = {}
+    for row in rows.tolist():
+        key = (int(c["op"][row]), _num_bytes(graph, row), sizes.get(int(c["group_id"][row]), 2))
+        if key not in cache:
+            cache[key] = model.transfer_ns(Op(key[0]), num_bytes=key[1], group_size=key[2])
+        result[row] = cache[key]
+    return result

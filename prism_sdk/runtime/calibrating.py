@@ -1,0 +1,111 @@
+"""Carries out `prism calibrate`: gives a calibration strategy what it needs and reports what it found.
+
+Responsible for the context a strategy sees; how to calibrate is the strategy's (prism_sdk.builtin.slices).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from prism_sdk.abc import CalibrationContext, CalibrationResult
+from prism_sdk.errors import UnreadableError, UsageError
+from prism_sdk.plugins import PluginManager
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, num_cpus, run_job
+from prism_sdk.runtime.emulating import run_sandbox
+from prism_sdk.runtime.shards import parts_directory
+from prismtrace import TraceReader
+
+
+class SliceContext(CalibrationContext):
+    """Runs slices of the job that `config` describes."""
+
+    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, report: Report) -> None:
+        self._config = config
+        self._graph = graph
+        self._work_dir = work_dir
+        self._world_size = world_size
+        self._report = report
+
+    @property
+    def graph_path(self) -> Path:
+        return self._graph
+
+    @property
+    def output(self) -> Path:
+        return self._config.output
+
+    @property
+    def work_dir(self) -> Path:
+        return self._work_dir
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    @property
+    def num_slots(self) -> int:
+        return min(self._config.num_slots or num_cpus(), self._world_size)
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        return self._config.options
+
+    def run_slice(self, ranks: Sequence[int], *, graph_path: Path, label: str) -> Path:
+        output = self._work_dir / f"{label}.prism"
+        config = replace(self._config, output=output, quiet=True, local_ranks_filter=(), num_slots=None)
+        run_sandbox(config, self._graph, tuple(sorted(ranks)), lambda text: None, times=graph_path)
+        return output
+
+    def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
+        output = self._work_dir / f"{label}.prism"
+        config = replace(
+            self._config, mode=LaunchMode.OBSERVE, target=module, is_module=True, arguments=tuple(arguments),
+            nproc_per_node=num_ranks, num_nodes=1, master_port=None, output=output, quiet=True,
+            local_ranks_filter=(), payloads=PayloadMode.NONE,
+        )  # fmt: skip
+        run_job(config, AllAtOnce(), lambda text: None)
+        return output
+
+    def report(self, message: str) -> None:
+        self._report(message)
+
+
+def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
+    """Run the chosen strategy on the graph of `config`."""
+    check_target(config)
+    if config.graph is None:
+        raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- train.py")
+    started = time.monotonic_ns()
+    try:
+        with TraceReader(config.graph) as reader:
+            world_size = reader.world_size
+    except OSError as error:
+        raise UnreadableError(str(config.graph), reason=str(error)) from error
+    strategy = PluginManager(named=config.plugins).strategy(config.strategy or "slices")
+    parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
+    work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
+    try:
+        result = strategy.calibrate(
+            SliceContext(config, config.graph.absolute(), work_dir, world_size, report)
+        )
+    finally:
+        shutil.rmtree(work_dir, ignore_errors=True)
+    report(_sentence(result))
+    wall_ns = time.monotonic_ns() - started
+    summary = asdict(result) | {"output": str(result.output)}
+    return LaunchResult(0, result.output, world_size, wall_ns, summary)
+
+
+def _sentence(result: CalibrationResult) -> str:
+    low, high = result.step_low_ns / 1e6, result.step_high_ns / 1e6
+    state = "converged" if result.converged else "not converged: raise -O passes=N"
+    return (
+        f"predicted step {result.predicted_step_ns / 1e6:.3f} ms, 95 % interval {low:.3f} to {high:.3f} ms "
+        f"({len(result.passes)} passes, {state})"
+    )

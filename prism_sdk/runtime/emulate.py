@@ -1,0 +1,314 @@
+"""The emulating seam: sandbox ranks run for real and meet a job that is replayed.
+
+Responsible for following the recorded script, and for giving each boundary operation its time (engine.py) and its
+values (prefetch.py).  Groups whose members are all sandbox ranks run on the script's own backend.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+import prismtrace
+from prism_sdk.abc import ReplaySession
+from prism_sdk.errors import TraceMismatchError
+from prism_sdk.graph.plan import BoundaryPlan
+from prism_sdk.runtime.arena import Arena
+from prism_sdk.runtime.calls import COMBINED, Call, GroupState
+from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
+from prism_sdk.runtime.intercept import Seam
+from prism_sdk.runtime.manifest import OWN, Expected, Script
+from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
+from prism_sdk.runtime.prefetch import Consumer
+from prism_sdk.runtime.ranks import RankSpec
+from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.tensors import Bytes, deliver, fill, memory_of, plain
+from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.wire import Channel
+from prism_sdk.runtime.work import PrismWork
+from prismtrace import Op, ReduceOp
+
+
+class _Cursor:
+    """Where the rank is in its script; beyond the recorded steps it goes round in the last one."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._position = 0
+        self.rounds = 0  # steps beyond the recorded ones
+
+    def next(self, call: Call, file: str) -> tuple[Expected, int]:
+        """The expectation that `call` meets, and by how many payloads its own have moved on."""
+        script = self.script
+        expected = script.expected
+        if self._position >= script.last_step_end and not self._meets(self._position, call):
+            # not what came after the last recorded step: the program trains on
+            if script.last_step_begin < script.last_step_end and self._meets(script.last_step_begin, call):
+                self._position = script.last_step_begin
+                self.rounds += 1
+        if not self._meets(self._position, call):
+            found = describe(call)
+            if self._position < len(expected):
+                one = expected[self._position]
+                raise TraceMismatchError(
+                    script.rank, unit_index=one.unit_index, expected=one.describe(), found=found, file=file
+                )
+            raise TraceMismatchError(
+                script.rank, unit_index=None, expected="no further communication", found=found, file=file
+            )
+        one = expected[self._position]
+        self._position += 1
+        span = len(script.sequence.items) - script.sequence.repeat_from
+        return one, self.rounds * span
+
+    def _meets(self, position: int, call: Call) -> bool:
+        if position >= len(self.script.expected):
+            return False
+        one = self.script.expected[position]
+        group = call.group
+        peer = call.root if call.root is not None else call.peer
+        if one.op is not call.op or one.group_ranks != group.ranks or one.dtype != call.dtype:
+            return False
+        if one.reduce_op != call.reduce_op or (peer is not None and group.ranks[peer] != one.peer):
+            return False
+        if call.is_p2p and one.tag != (call.tag or 0):
+            return False
+        if call.splits_in is not None:  # routed tokens may differ from step to step
+            return self.rounds > 0 or one.num_elements_in == call.num_elements_in
+        return one.num_elements_in == call.num_elements_in and one.num_elements_out == call.num_elements_out
+
+
+def describe(call: Call) -> str:
+    """A call in the words of `Expected.describe`."""
+    peer = call.root if call.root is not None else call.peer
+    group = call.group
+    return Expected(
+        0, 0, call.op, call.reduce_op, call.dtype, 0, group.ranks, 0, None if peer is None else group.ranks[peer], 0,
+        call.num_elements_in, call.num_elements_out, None,
+    ).describe()  # fmt: skip
+
+
+class EmulateSeam(Seam):
+    """Follows the script; virtual members arrive when the engine says so."""
+
+    replaces_backend = True
+
+    def __init__(self, spec: RankSpec, tracer: Tracer, channel: Channel) -> None:
+        assert spec.emulate is not None
+        self.spec = spec
+        self.tracer = tracer
+        self.conversation = Conversation(channel)
+        self.facts = spec.emulate
+        folder = self.facts.plan.parent
+        script = Script.load(folder / f"script-{spec.rank}")
+        self.cursor = _Cursor(script)
+        plan = BoundaryPlan.load(self.facts.plan)
+        self._sandbox = frozenset(self.facts.sandbox)
+        several = len(self.facts.sandbox) > 1
+        board = PostBoard(self.facts.board_fd, len(self.facts.sandbox)) if several else None
+        self.engine = BoundaryEngine(plan, spec.rank, board)
+        self.board = board
+        self.arena = Arena(spec.arena_fd, spec.rank)
+        self.reader = prismtrace.TraceReader(self.facts.graph)
+        ring_fd = self.facts.ring_fds[self.facts.sandbox.index(spec.rank)]
+        self.pool = Consumer(ring_fd, self.reader, script.sequence)
+        self.session = self._open_session()
+        self.late_ns: list[int] = []
+        self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
+        self.num_without_values = 0
+        self._started = False
+
+    def _open_session(self) -> ReplaySession:
+        from prism_sdk.runtime.backends import open_backend
+
+        return open_backend(self.spec, self.facts)
+
+    def install(self) -> None:
+        from prism_sdk.runtime.store import install_rendezvous
+
+        install_rendezvous(self.conversation, lambda regions: None)
+        install_coalescing()
+
+    def keeps_real_backend(self, ranks: tuple[int, ...]) -> bool:
+        return len(ranks) > 1 and self._sandbox.issuperset(ranks)
+
+    def group_created(self, group: GroupState) -> None:
+        trace_group(self.tracer, group)
+
+    # -- one operation ----------------------------------------------------------------------------------------------
+
+    def issue(self, call: Call) -> Any:
+        if not self._started:
+            self._started = True
+            self.engine.start(self.tracer.first_ns)
+        posted = now_ns()
+        seq = take_number(call)
+        unit = self.tracer.communication(call, posted, seq)
+        one, moved = self.cursor.next(call, str(self.facts.graph))
+        if call.is_p2p and call.peer is None:
+            call.peer = call.group.ranks.index(one.peer or 0)
+            handle_source: int | None = call.peer
+            settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
+        else:
+            handle_source = None
+        if one.stream is None:
+            return self._issue_real(call, unit, posted)
+        handle = self._post(call, one, moved, posted, seq)
+        work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs)
+        if handle_source is not None:
+            work.source = handle_source
+        if call.op is Op.BARRIER and not call.is_async:
+            work.wait()
+        return work
+
+    def _issue_real(self, call: Call, unit: int, posted: int) -> Any:
+        """All members are sandbox ranks: the script's own backend, or nothing to do for a group of one."""
+        if len(call.group.ranks) > 1:
+            work = call.native()
+            if work is None:
+                self.tracer.wait(unit, posted, now_ns(), blocked=True)
+                return None
+            return TimedWork(work, self.tracer, unit, call, posted)
+
+        def complete(timeout: timedelta | None) -> None:
+            own = Bytes(call.contribution)
+            joined = memoryview(own.joined())
+            deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: call.send_bytes or ())
+            self.tracer.wait(unit, posted if not call.is_async else now_ns(), now_ns(), blocked=False)
+
+        return PrismWork(complete, lambda: True, call.outputs)
+
+    def _post(self, call: Call, one: Expected, moved: int, posted: int, seq: int) -> tuple[int, int] | None:
+        assert one.stream is not None
+        return self.engine.post(one.stream, seq if seq >= 0 else one.seq, posted)
+
+    def _poller(self, handle: tuple[int, int] | None) -> Any:
+        return lambda: handle is None or now_ns() >= self.engine.completion(handle)
+
+    def _completer(
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int] | None
+    ) -> Any:
+        def complete(timeout: timedelta | None) -> None:
+            start = now_ns() if call.is_async else posted
+            self._give_values(call, one, moved)
+            due = start if handle is None else self.engine.completion(handle)
+            blocked = due > now_ns()
+            late = self.session.hold_until(due)
+            if blocked or not call.is_async:
+                self.late_ns.append(late)
+            self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
+
+        return complete
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _give_values(self, call: Call, one: Expected, moved: int) -> None:
+        if not one.sources:
+            if call.deliveries or call.receive_tensors:
+                self._deliver_own(call)
+            return
+        first = one.first_item + moved
+        views = self.pool.take(first, len(one.sources))
+        by_source = dict(zip(one.sources, views, strict=True))
+        if COMBINED in by_source:
+            self._give_reduction(call, by_source)
+        else:
+            self._give_members(call, one, by_source)
+        self.pool.release(first + len(one.sources))
+
+    def _deliver_own(self, call: Call) -> None:
+        """No values were recorded: only this rank's own part is right, and the run says so."""
+        self.num_without_values += 1
+
+    def _give_members(self, call: Call, one: Expected, by_source: dict[int, memoryview]) -> None:
+        own = Bytes(call.contribution) if call.has_contribution else None
+        mine = memoryview(own.joined()) if own is not None else memoryview(b"")
+        me = call.group.group_rank
+
+        def read_into(member: int, offset: int, view: memoryview) -> None:
+            source = by_source.get(member, mine) if call.op is Op.RECV or member != me else mine
+            _copy(view, source[offset : offset + len(view)])
+
+        deliver(call, read_into, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+
+    def _give_reduction(self, call: Call, by_source: dict[int, memoryview]) -> None:
+        """The recorded result, where this rank contributes what it did then; else that, compensated for the difference.
+
+        The result less the recorded contribution is the combined contribution of all virtual members; adding what this
+        rank contributes now costs one tensor in place of n - 1 (the leftmost virtual rank's compensation).
+        """
+        position = 0
+        result = by_source[COMBINED]
+        for delivery in call.deliveries:
+            size = delivery.tensor.nbytes
+            part = result[position : position + size]
+            recorded = by_source.get(OWN)
+            if recorded is None or self._is_same(call, recorded):
+                fill(delivery.tensor, lambda view, p=part: _copy(view, p))  # type: ignore[misc]
+            else:
+                self._compensate(call, delivery.tensor, part, recorded, delivery.offset_bytes)
+            position += size
+
+    def _is_same(self, call: Call, recorded: memoryview) -> bool:
+        position = 0
+        for tensor in call.contribution:
+            flat = plain(tensor)
+            size = flat.nbytes
+            if size and memory_differs(memory_of(flat), recorded[position : position + size]):
+                self.num_deviating += 1
+                return False
+            position += size
+        return True
+
+    def _compensate(
+        self, call: Call, output: torch.Tensor, result: memoryview, recorded: memoryview, offset: int
+    ) -> None:
+        if call.reduce_op not in (ReduceOp.SUM, ReduceOp.AVG) or not output.is_floating_point():
+            fill(output, lambda view: _copy(view, result))
+            return
+        size = output.nbytes
+        live = memoryview(Bytes(call.contribution).joined())[offset : offset + size]
+        total = _tensor(result, output)
+        change = _tensor(live, output).sub_(_tensor(recorded[offset : offset + size], output))
+        if call.reduce_op is ReduceOp.AVG:
+            change.div_(len(call.group.ranks))
+        with torch.no_grad():
+            output.detach().copy_(total.add_(change).view(output.shape))
+
+    def finish(self, status: str) -> None:
+        self.session.close()
+
+    def summary(self) -> dict[str, object]:
+        counts = self.pool.counts
+        late = sorted(self.late_ns)
+        return {
+            "prefetch_hits": counts.hits, "prefetch_misses": counts.misses, "prefetch_hit_bytes": counts.hit_bytes,
+            "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
+            "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
+            "steps_beyond_recorded": self.cursor.rounds, "reductions_compensated": self.num_deviating,
+            "operations_without_values": self.num_without_values,
+        }  # fmt: skip
+
+
+def _copy(target: memoryview, source: memoryview) -> None:
+    target[:] = source
+
+
+def memory_differs(a: memoryview, b: memoryview) -> bool:
+    """Whether two pieces of memory differ, compared in one pass without a copy."""
+    count = len(a)
+    if count != len(b):
+        return True
+    whole = count - count % 8
+    first = torch.frombuffer(a, dtype=torch.int64, count=whole // 8) if whole else None
+    if first is not None and not torch.equal(first, torch.frombuffer(b, dtype=torch.int64, count=whole // 8)):
+        return True
+    return bytes(a[whole:]) != bytes(b[whole:])
+
+
+def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:
+    return torch.frombuffer(bytearray(view), dtype=like.dtype)
+
+

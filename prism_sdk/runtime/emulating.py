@@ -1,0 +1,152 @@
+"""Carries out `prism emulate`: contracts the graph to the sandbox's boundary, starts assistants, runs the sandbox ranks.
+
+Responsible for the launcher's side of an emulation; what happens inside a sandbox rank is emulate.py's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from prism_sdk.errors import UnreadableError, UsageError
+from prism_sdk.graph.contract import contract
+from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.timing import Timing
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult
+from prism_sdk.runtime.keyvalue import KeyValues
+from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
+from prism_sdk.runtime.manifest import Script, read_scripts
+from prism_sdk.runtime.prefetch import create_ring, save_sequence
+from prism_sdk.runtime.ranks import EmulateSpec
+from prismtrace import GraphKind, PrismTraceError, TraceReader
+
+_RING_BYTES = 256 << 20
+_DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all of them
+
+
+class SandboxPolicy(AllAtOnce):
+    """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._store = KeyValues()
+        self._waiting: dict[int, tuple[Any, ...]] = {}
+
+    def message(self, rank: int, message: tuple[Any, ...]) -> None:
+        if message[0] == "store":
+            self._waiting[rank] = message
+            for other, request in list(self._waiting.items()):
+                reply = self._store.run(request)
+                if reply is not None:
+                    del self._waiting[other]
+                    self.host.send(other, (*reply, []))
+        elif message[0] not in ("group", "step"):
+            super().message(rank, message)
+
+
+def emulate(config: LaunchConfig, report: Report) -> LaunchResult:
+    """Run the sandbox ranks of `config` against its graph."""
+    check_target(config)
+    if config.graph is None:
+        raise UsageError("no graph was given", hint="prism emulate --graph calibrated.prism -- train.py ARGS")
+    sandbox = tuple(sorted(set(config.sandbox))) or (0,)
+    return run_sandbox(config, config.graph, sandbox, report)
+
+
+def run_sandbox(
+    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], report: Report, *, times: Path | None = None
+) -> LaunchResult:
+    """Run `sandbox` for real against the graph, with the times of another trace of the same job where `times` is given."""
+    work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
+    try:
+        scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, report)
+        fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
+        try:
+            with _assistants(facts, scripts, work, config.pin):
+                return run_job(
+                    replace(config, mode=LaunchMode.EMULATE), SandboxPolicy(), report, ranks=sandbox, emulate=facts,
+                    metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
+                    descriptors=fds,
+                )  # fmt: skip
+        finally:
+            for fd in fds:
+                os.close(fd)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _prepare(
+    config: LaunchConfig, graph_path: Path, sandbox: tuple[int, ...], work: Path, times: Path | None, report: Report
+) -> tuple[dict[int, Script], EmulateSpec]:
+    """Everything that can be worked out before the ranks start."""
+    try:
+        reader = TraceReader(graph_path)
+    except OSError as error:
+        raise UnreadableError(str(graph_path), reason=str(error)) from error
+    with reader:
+        outside = [rank for rank in sandbox if rank >= reader.world_size]
+        if outside:
+            raise UsageError(
+                f"rank {outside[0]} is not in {graph_path}, which has ranks 0 to {reader.world_size - 1}",
+                hint="choose with --sandbox",
+            )
+        scripts = read_scripts(reader, sandbox)
+        if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
+            report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
+    graph = JobGraph.load(times or graph_path)
+    timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
+    plan = contract(graph, sandbox_ranks=sandbox, timing=timing)
+    plan.save(work / "plan")
+    report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
+    for rank, script in scripts.items():
+        script.save(work / f"script-{rank}")
+        if not script.has_values:
+            report(f"rank {rank}: some values were not recorded; what it computes from them is not right")
+    rings = tuple(create_ring(_ring_bytes(config, script)) for script in scripts.values())
+    board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 else -1
+    if board >= 0:
+        os.ftruncate(board, 1 << 42)
+    facts = EmulateSpec(
+        graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or "local", ring_fds=rings,
+        board_fd=board, options=dict(config.options),
+    )  # fmt: skip
+    return scripts, facts
+
+
+def _ring_bytes(config: LaunchConfig, script: Script) -> int:
+    """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N` (256 MiB)."""
+    limit = int(config.options.get("prefetch_bytes", _RING_BYTES))
+    largest = max((item.num_bytes for item in script.sequence.items), default=0)
+    return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
+
+
+@contextlib.contextmanager
+def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, pin: bool) -> Iterator[None]:
+    """One prefetching process for each sandbox rank, on CPUs that no sandbox rank uses where there are any."""
+    available = sorted(os.sched_getaffinity(0))
+    spare = available[len(facts.sandbox) :] if pin else []
+    processes = []
+    try:
+        for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):
+            save_sequence(work / f"sequence-{rank}", script.sequence)
+            arguments = [str(ring_fd), str(facts.graph), str(work / f"sequence-{rank}"), ",".join(map(str, spare))]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "prism_sdk.runtime.prefetch", *arguments], pass_fds=[ring_fd],
+                    start_new_session=True,
+                )  # fmt: skip
+            )
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait()

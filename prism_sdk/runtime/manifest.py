@@ -1,0 +1,196 @@
+"""What a sandbox rank is expected to do, and which recorded values it will be given, read from the graph.
+
+Responsible for turning recorded rows into a rank's expectations; meeting them at run time is emulate.py's.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prism_sdk.graph.plan import Stream
+from prism_sdk.runtime.calls import COMBINED
+from prism_sdk.runtime.prefetch import Item, PayloadSequence
+from prismtrace import ABSENT, ABSENT32, DType, Op, ReduceOp, TraceReader, UnitKind
+
+OWN = -2  # the rank's own recorded contribution, to tell whether it still contributes the same
+_REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
+
+
+@dataclass(frozen=True)
+class Expected:
+    """One communication of a sandbox rank as recorded."""
+
+    unit_index: int
+    step: int
+    op: Op
+    reduce_op: ReduceOp
+    dtype: DType
+    group_id: int
+    group_ranks: tuple[int, ...]
+    seq: int
+    peer: int | None
+    tag: int
+    num_elements_in: int
+    num_elements_out: int
+    stream: Stream | None  # None: no boundary operation, all members are real
+    sources: tuple[int, ...] = ()  # of each payload: group rank, COMBINED or OWN
+    send_bytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # all-to-all: of each virtual member
+    first_item: int = 0  # number of its first payload in the rank's sequence
+
+    def describe(self) -> str:
+        peer = "" if self.peer is None else f" with rank {self.peer}"
+        reduce_op = f" {self.reduce_op.name.lower()}" if self.reduce_op else ""
+        counts = f"{self.num_elements_in} to {self.num_elements_out} elements"
+        return f"{self.op.name.lower()}{reduce_op}{peer} of {counts} {self.dtype.text} over ranks {_short(self.group_ranks)}"
+
+
+@dataclass(frozen=True)
+class Script:
+    """All communication of one sandbox rank, in order, and where the last whole step begins and ends in it."""
+
+    rank: int
+    expected: tuple[Expected, ...]
+    last_step_begin: int
+    last_step_end: int
+    last_step: int
+    sequence: PayloadSequence
+    has_values: bool
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(pickle.dumps(self))
+
+    @staticmethod
+    def load(path: Path) -> Script:
+        script = pickle.loads(path.read_bytes())
+        assert isinstance(script, Script)
+        return script
+
+
+class _Values:
+    """Payload digests of every rank's communication, by operation."""
+
+    def __init__(self, reader: TraceReader, ranks: Sequence[int]) -> None:
+        columns = ["kind", "op", "group_id", "seq", "peer", "tag", "dtype", "payload_in", "splits_in"]
+        self.collective: dict[tuple[int, int, int], tuple[bytes | None, tuple[int, ...] | None]] = {}
+        self.message: dict[tuple[int, int, int, int, int], bytes | None] = {}
+        for rank in ranks:
+            table = reader.units(rank, columns=columns)
+            kinds, seqs, groups = table.kind.tolist(), table.seq.tolist(), table.group_id.tolist()
+            for row, kind in enumerate(kinds):
+                if kind == UnitKind.COLLECTIVE:
+                    splits = table.splits_in_at(row) if table.op[row] == Op.ALL_TO_ALL else None
+                    size = DType(int(table.dtype[row])).itemsize_bytes
+                    sizes = None if splits is None else tuple(int(n) * size for n in splits)
+                    self.collective[groups[row], seqs[row], rank] = (table.payload_in_at(row), sizes)
+                elif kind == UnitKind.SEND:
+                    key = (groups[row], rank, int(table.peer[row]), _tag(table.tag[row]), seqs[row])
+                    self.message[key] = table.payload_in_at(row)
+
+
+def _tag(value: Any) -> int:
+    return 0 if value == ABSENT else int(value)
+
+
+def read_scripts(reader: TraceReader, sandbox: Sequence[int]) -> dict[int, Script]:
+    """The script of each sandbox rank. Payloads that were not recorded leave `has_values` False."""
+    values = _Values(reader, reader.ranks)
+    return {rank: _script(reader, rank, frozenset(sandbox), values) for rank in sandbox}
+
+
+def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: _Values) -> Script:
+    table = reader.units(rank)
+    steps = reader.steps(rank)
+    last_step = int(steps.step[-1]) if len(steps) else 0
+    expected: list[Expected] = []
+    items: list[Item] = []
+    complete = True
+    for row, kind in enumerate(table.kind.tolist()):
+        if kind not in (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV):
+            continue
+        one = _expected(reader, table, row, rank, sandbox)
+        if one.stream is not None:
+            sources, digests, sizes = _sources(one, table, row, rank, sandbox, values)
+            complete &= None not in digests
+            known = [Item(d, reader.payload_bytes(d)) for d in digests if d is not None]
+            if len(known) < len(digests):
+                sources, known = (), []
+            one = _with_values(one, sources, sizes, len(items))
+            items += known
+        expected.append(one)
+    in_last = [i for i, e in enumerate(expected) if e.step == last_step]
+    begin, end = (in_last[0], in_last[-1] + 1) if in_last else (len(expected), len(expected))
+    boundary = [e for e in expected[begin:end] if e.stream is not None]
+    repeat_from = boundary[0].first_item if boundary else len(items)
+    sequence = PayloadSequence(tuple(items), repeat_from)
+    return Script(rank, tuple(expected), begin, end, last_step, sequence, complete)
+
+
+def _expected(reader: TraceReader, table: Any, row: int, rank: int, sandbox: frozenset[int]) -> Expected:
+    op = Op(int(table.op[row]))
+    group_id = int(table.group_id[row])
+    ranks = reader.groups[group_id].ranks
+    peer = None if table.peer[row] == ABSENT32 else int(table.peer[row])
+    tag = _tag(table.tag[row])
+    kind = int(table.kind[row])
+    stream: Stream | None = None
+    if kind == UnitKind.COLLECTIVE:
+        if not sandbox.issuperset(ranks):
+            stream = Stream(kind, group_id)
+    elif peer not in sandbox:
+        source, destination = (rank, peer) if op is Op.SEND else (peer, rank)
+        stream = Stream(kind, group_id, source or 0, destination or 0, int(table.tag[row]))
+    count_in, count_out = int(table.num_elements_in[row]), int(table.num_elements_out[row])
+    return Expected(
+        unit_index=table.first_index + row, step=int(table.step[row]), op=op,
+        reduce_op=ReduceOp(int(table.reduce_op[row])), dtype=DType(int(table.dtype[row])), group_id=group_id,
+        group_ranks=ranks, seq=int(table.seq[row]), peer=peer, tag=tag, num_elements_in=max(count_in, 0),
+        num_elements_out=max(count_out, 0), stream=stream,
+    )  # fmt: skip
+
+
+def _sources(
+    one: Expected, table: Any, row: int, rank: int, sandbox: frozenset[int], values: _Values
+) -> tuple[tuple[int, ...], list[bytes | None], dict[int, tuple[int, ...]]]:
+    """Which payloads the operation needs: (source, digest) pairs, and the splits of an all-to-all."""
+    ranks = one.group_ranks
+    if one.op is Op.RECV:
+        return (0,), [values.message.get((one.group_id, one.peer or 0, rank, one.tag, one.seq))], {}
+    if one.op in (Op.SEND, Op.BARRIER):
+        return (), [], {}
+    if one.op in _REDUCTIONS:
+        if one.op is Op.REDUCE and one.peer != rank:
+            return (), [], {}
+        own = table.payload_in_at(row)
+        sources: tuple[int, ...] = (COMBINED,) if own is None else (COMBINED, OWN)
+        return sources, [table.payload_out_at(row), *([] if own is None else [own])], {}
+    if one.op in (Op.BROADCAST, Op.SCATTER):
+        members = [] if one.peer == rank else [ranks.index(one.peer or 0)]
+    elif one.op is Op.GATHER and one.peer != rank:
+        members = []
+    else:
+        members = [member for member, other in enumerate(ranks) if other != rank]
+    digests, sizes = [], {}
+    for member in members:
+        digest, splits = values.collective.get((one.group_id, one.seq, ranks[member]), (None, None))
+        digests.append(digest)
+        if splits is not None:
+            sizes[member] = splits
+    return tuple(members), digests, sizes
+
+
+def _with_values(one: Expected, sources: tuple[int, ...], sizes: dict[int, tuple[int, ...]], first: int) -> Expected:
+    from dataclasses import replace
+
+    return replace(one, sources=sources, send_bytes=sizes, first_item=first)
+
+
+def _short(ranks: Sequence[int]) -> str:
+    if len(ranks) > 8 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
+        return f"{ranks[0]}-{ranks[-1]}"
+    return ",".join(map(str, ranks[:16])) + (",..." if len(ranks) > 16 else "")
+
+

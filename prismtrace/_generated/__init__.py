@@ -1,0 +1,1 @@
+"""Holds code that spec/generate.py writes. Does not hold anything written by hand."""

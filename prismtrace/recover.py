@@ -1,0 +1,162 @@
+"""Saves every whole record of a file that was cut off or damaged.
+
+Does not guess: a record is kept only when its checksums and its contents are right.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from prismtrace import container, metas
+from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
+from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceVersionError
+from prismtrace.index import Index, collect_record, read_header, read_meta
+from prismtrace.merge import InputPart, write_merged
+from prismtrace.source import PathSource, Source
+
+_READ_BYTES: Final = 1 << 23
+
+
+@dataclass(frozen=True)
+class LostRange:
+    """Bytes `start` .. `end` (exclusive) of the damaged file that could not be used, and why."""
+
+    start: int
+    end: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RecoverReport:
+    """What was saved and what was not. `was_finished`: the file had a good index all along."""
+
+    num_chunks: int
+    num_rows: int
+    num_payloads: int
+    was_finished: bool
+    lost: tuple[LostRange, ...]
+
+    @property
+    def lost_bytes(self) -> int:
+        """Size of all lost ranges."""
+        return sum(part.end - part.start for part in self.lost)
+
+
+def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwrite: bool = False) -> RecoverReport:
+    """Writes the whole records of `path` to the new, finished file `out`.
+
+    Args:
+        path: the damaged or unfinished file; it is not changed.
+        out: the file to create; it appears only when it is complete.
+        overwrite: replaces `out` when it exists.
+
+    Raises:
+        TraceFormatError: or a subclass: not even the header can be read.
+        TraceWriteError: the result cannot be written, or exists.
+    """
+    source = PathSource(os.fspath(path))
+    try:
+        header, start = read_header(source)
+        chunks: list[tuple[int, ...]] = []
+        payloads: dict[bytes, tuple[Any, ...]] = {}
+        index = Index(header, np.zeros(0, metas.CHUNK_ENTRY), np.zeros(0, metas.PAYLOAD_ENTRY), {}, {})
+        lost: list[LostRange] = []
+        rows: dict[tuple[int, int], int] = {}
+        finished = False
+        for offset, frame, meta in _records(source, start, lost):
+            try:
+                _check_data(source, frame, offset)
+                if frame.kind == RecordKind.CHUNK:
+                    _check_rows(rows, metas.parse_chunk(meta, path=source.name, offset=offset), offset, source.name)
+                elif frame.kind == RecordKind.FOOTER:
+                    metas.parse_footer(meta, path=source.name, offset=offset)
+                    finished = offset + frame.length + TRAILER_BYTES == source.size and _trailer_is_good(source)
+                collect_record(frame, meta, offset, chunks, payloads, index.groups, index.metadata, source.name)
+            except TraceFormatError as error:
+                lost.append(LostRange(offset, offset + frame.length, error.message))
+    finally:
+        source.close()
+    if finished and lost and lost[-1].end == source.size and lost[-1].end - lost[-1].start == TRAILER_BYTES:
+        lost.pop()
+    part = InputPart(
+        source.name,
+        header,
+        np.array(chunks, metas.CHUNK_ENTRY),
+        np.array(list(payloads.values()), metas.PAYLOAD_ENTRY),
+    )
+    pairs = dict(index.metadata)
+    if lost:
+        pairs["recover.lost_bytes"] = str(sum(item.end - item.start for item in lost))
+    write_merged(os.fspath(out), header, [part], index.groups, pairs, overwrite=overwrite)
+    num_rows = int(part.chunks["num_rows"].sum(dtype=np.int64))
+    return RecoverReport(len(chunks), num_rows, len(payloads), finished, tuple(lost))
+
+
+def _records(source: Source, offset: int, lost: list[LostRange]) -> Iterator[tuple[int, Frame, bytes]]:
+    """All records whose frame and meta section are whole; what lies between them is added to `lost`."""
+    while offset < source.size:
+        try:
+            frame, meta = read_meta(source, offset)
+        except TraceVersionError:
+            raise
+        except TraceFormatError as error:
+            following = _next_record(source, offset + 8)
+            lost.append(LostRange(offset, following, error.message))
+            offset = following
+            continue
+        yield offset, frame, meta
+        offset += frame.length
+
+
+def _next_record(source: Source, offset: int) -> int:
+    """Where the next good record starts; the end of the file when there is none."""
+    while offset < source.size:
+        window = bytes(source.read_at(offset, min(_READ_BYTES, source.size - offset)))
+        found = window.find(container.MARKER)
+        while found >= 0:
+            if (offset + found) % 8 == 0 and _is_record(source, offset + found):
+                return offset + found
+            found = window.find(container.MARKER, found + 1)
+        if len(window) < _READ_BYTES:
+            break
+        offset += len(window) - 8
+    return source.size
+
+
+def _is_record(source: Source, offset: int) -> bool:
+    if offset + FRAME_BYTES > source.size:
+        return False
+    try:
+        read_meta(source, offset)
+    except TraceFormatError:
+        return False
+    return True
+
+
+def _check_data(source: Source, frame: Frame, offset: int) -> None:
+    start, crc = offset + frame.data_start, 0
+    for position in range(start, start + frame.data_length, _READ_BYTES):
+        crc = zlib.crc32(source.read_at(position, min(_READ_BYTES, start + frame.data_length - position)), crc)
+    if crc != frame.data_crc:
+        raise TraceChecksumError("checksum of a data section", path=source.name, offset=offset)
+
+
+def _check_rows(rows: dict[tuple[int, int], int], meta: metas.ChunkMeta, offset: int, path: str) -> None:
+    if meta.first_row < rows.get((meta.table, meta.rank), 0):
+        raise TraceDataError("a chunk repeats rows of an earlier one", path=path, offset=offset)
+    rows[meta.table, meta.rank] = meta.first_row + meta.num_rows
+
+
+def _trailer_is_good(source: Source) -> bool:
+    offset = source.size - TRAILER_BYTES
+    try:
+        container.parse_trailer(bytes(source.read_at(offset, TRAILER_BYTES)), path=source.name, offset=offset)
+    except TraceFormatError:
+        return False
+    return True

@@ -1,0 +1,222 @@
+"""Checks what a trace says for contradictions that no checksum finds.
+
+Does not repair or judge performance; a trace with no finding can be replayed and analysed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError
+from prismtrace.findings import CODES, Finding
+from prismtrace.matching import Matching
+from prismtrace.model import ABSENT, ABSENT32, UNIT_COLUMNS, Op, TableKind, UnitKind
+from prismtrace.reader import TraceReader
+from prismtrace.source import TraceInput
+from prismtrace.tables import StepTable, UnitTable
+from prismtrace.writer import payload_digest
+
+_COMMUNICATION: Final = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
+_QUANTITIES: Final = ("transfer_ns", "gap_ns", "memory_bytes", "num_elements_in", "num_elements_out", "seq")
+
+
+def validate(source: TraceInput, *, deep: bool = True, max_findings: int = 1000) -> list[Finding]:
+    """Everything that is wrong with a trace file, the worst first; an empty list when nothing is.
+
+    Args:
+        source: a path, a binary file object or a memory map.
+        deep: also reads every payload and compares it with its digest.
+        max_findings: stops looking after that many; repetitions in one rank are one finding with a count.
+    """
+    found: list[Finding] = []
+    try:
+        reader = TraceReader(source)
+    except TraceUnfinishedError as error:
+        found.append(finding("PT002", error.message, f"byte {error.offset}"))
+        try:
+            reader = TraceReader(source, allow_unfinished=True)
+        except PrismTraceError as again:
+            return [_unreadable(again)]
+    except PrismTraceError as error:
+        return [_unreadable(error)]
+    with reader:
+        for part in _checks(reader, deep=deep):
+            found.extend(part)
+            if len(found) >= max_findings:
+                break
+    found.sort(key=lambda item: (item.severity, item.code))
+    return found[:max_findings]
+
+
+def finding(code: str, message: str, where: str) -> Finding:
+    """A finding with the severity and section of its code."""
+    kind = CODES[code]
+    return Finding(code, kind.severity, message, where, kind.spec_section)
+
+
+def _unreadable(error: PrismTraceError) -> Finding:
+    offset = getattr(error, "offset", None)
+    return finding("PT001", str(error), "file" if offset is None else f"byte {offset}")
+
+
+def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
+    yield _groups(reader)
+    matching = Matching(reader.groups)
+    missing: Counter[bytes] = Counter()
+    for rank in reader.ranks:
+        try:
+            yield from _rank(reader, rank, matching, missing)
+        except TraceFormatError as error:
+            yield [finding("PT003", error.message, f"rank {rank}, byte {error.offset}")]
+            matching.incomplete = True
+    yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
+    for digest, count in missing.items():
+        yield [finding("PT050", f"payload {digest.hex()} is not in the file", f"{count} units")]
+    if deep:
+        yield from _payloads(reader)
+
+
+def _groups(reader: TraceReader) -> list[Finding]:
+    found = []
+    world = reader.world_size
+    for group in reader.groups.values():
+        where = f"group {group.group_id} ({group.name})"
+        if not group.ranks or len(set(group.ranks)) != len(group.ranks):
+            found.append(finding("PT011", f"members {group.ranks[:8]}", where))
+        outside = [rank for rank in group.ranks if rank < 0 or (world and rank >= world)]
+        if outside:
+            found.append(finding("PT010", f"member {outside[0]} in a world of {world}", where))
+    found.extend(
+        finding("PT010", f"rank {rank} in a world of {world}", f"rank {rank}")
+        for rank in reader.ranks
+        if world and rank >= world
+    )
+    return found
+
+
+def _rank(reader: TraceReader, rank: int, matching: Matching, missing: Counter[bytes]) -> Iterable[list[Finding]]:
+    for kind in (TableKind.UNITS, TableKind.STEPS, TableKind.SCALARS):
+        if gap := reader.missing_rows(kind, rank):
+            yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
+    yield _steps(reader.steps(rank), rank)
+    reader.scalars(rank)
+    units = reader.units(rank)
+    check = _UnitChecks(units, rank)
+    check.enumerations()
+    check.groups(reader)
+    check.times()
+    check.awaits()
+    yield check.found
+    matching.add(rank, units)
+    for column in (units.payload_in, units.payload_out):
+        used = np.bincount(column.codes[column.codes >= 0], minlength=len(column.values))
+        for digest, count in zip(column.values, used.tolist(), strict=True):
+            if count and not reader.has_payload(digest):
+                missing[digest] += count
+
+
+def _steps(steps: StepTable, rank: int) -> list[Finding]:
+    found = []
+    back = np.flatnonzero(np.diff(steps.step.astype(np.int64)) <= 0)
+    if len(back):
+        row = int(back[0]) + 1
+        found.append(finding("PT040", f"step {steps.step[row]} after step {steps.step[row - 1]}", f"rank {rank}"))
+    short = np.flatnonzero((steps.start_ns != ABSENT) & (steps.end_ns < steps.start_ns))
+    if len(short):
+        found.append(finding("PT040", f"step {steps.step[short[0]]} ends before it starts", f"rank {rank}"))
+    return found
+
+
+class _UnitChecks:
+    """The checks of the units of one rank that need no other rank."""
+
+    def __init__(self, units: UnitTable, rank: int) -> None:
+        self.found: list[Finding] = []
+        self._units, self._rank = units, rank
+        self._is_communication = np.isin(units.kind, _COMMUNICATION)
+
+    def _report(self, code: str, bad: NDArray[np.bool_], message: str) -> None:
+        rows = np.flatnonzero(bad)
+        if len(rows):
+            more = f" (and {len(rows) - 1} more units)" if len(rows) > 1 else ""
+            where = f"rank {self._rank}, unit {int(self._units.row_index[rows[0]])}"
+            self.found.append(finding(code, message.format(row=int(rows[0])) + more, where))
+
+    def enumerations(self) -> None:
+        """Values without a name, and operations that do not fit the kind."""
+        units = self._units
+        for spec in UNIT_COLUMNS:
+            if spec.enum is not None:
+                self._report("PT026", getattr(units, spec.name) > max(spec.enum), f"unknown {spec.name}")
+        kind, op = units.kind, units.op
+        p2p = (op == Op.SEND) | (op == Op.RECV)
+        bad = ((kind == UnitKind.SEND) & (op != Op.SEND)) | ((kind == UnitKind.RECV) & (op != Op.RECV))
+        bad |= (kind == UnitKind.COLLECTIVE) & p2p
+        self._report("PT025", bad & (op != Op.UNSPECIFIED), "op and kind contradict each other")
+
+    def groups(self, reader: TraceReader) -> None:
+        """Dangling groups, strangers in groups, peers outside them."""
+        units, rank = self._units, self._rank
+        for group_id in np.unique(units.group_id).tolist():
+            if group_id == 0:
+                continue
+            rows = units.group_id == group_id
+            group = reader.groups.get(group_id)
+            if group is None:
+                self._report("PT012", rows, f"group {group_id} is unknown")
+                continue
+            if rank not in group.ranks:
+                self._report("PT013", rows, f"rank {rank} is no member of group {group_id}")
+            peers = rows & (units.peer != ABSENT32) & ~np.isin(units.peer, np.array(group.ranks, np.int32))
+            self._report("PT014", peers, f"a peer is no member of group {group_id}")
+        world = reader.world_size
+        if world:
+            stray = (units.peer != ABSENT32) & ((units.peer < 0) | (units.peer >= world))
+            self._report("PT014", stray, f"a peer is outside the world of {world}")
+
+    def times(self) -> None:
+        """Negative durations and quantities, and a host that does two things at once."""
+        units = self._units
+        timed = (units.start_ns != ABSENT) & (units.end_ns != ABSENT)
+        self._report("PT020", timed & (units.end_ns < units.start_ns), "ends before it starts")
+        for name in _QUANTITIES:
+            values = getattr(units, name)
+            self._report("PT021", (values < 0) & (values != ABSENT), f"{name} is negative")
+        host = np.flatnonzero(timed & ((units.kind == UnitKind.COMPUTE) | (units.kind == UnitKind.WAIT)))
+        overlap = np.zeros(len(units), np.bool_)
+        overlap[host[1:]] = units.start_ns[host[1:]] < units.end_ns[host[:-1]]
+        self._report("PT022", overlap, "starts before the host unit before it has ended")
+
+    def awaits(self) -> None:
+        """WAIT units that wait for nothing, for something later, or for a unit that is no communication."""
+        units = self._units
+        if not len(units):
+            return
+        waits, target = units.kind == UnitKind.WAIT, units.awaits
+        self._report("PT024", waits & (target == ABSENT), "awaits is absent")
+        named = target != ABSENT
+        place = np.searchsorted(units.row_index, np.where(named, target, 0)).clip(0, len(units) - 1)
+        known = units.row_index[place] == target
+        bad = named & ((target >= units.row_index) | (target < 0) | (known & ~self._is_communication[place]) | ~waits)
+        self._report("PT023", bad, "awaits does not name an earlier communication unit, or the unit is no WAIT")
+
+
+def _payloads(reader: TraceReader) -> Iterable[list[Finding]]:
+    for digest in reader.payload_digests:
+        try:
+            right = payload_digest(reader.payload(digest)) == digest
+            message = "the bytes have another digest"
+        except TraceFormatError as error:
+            right, message = False, error.message
+        if not right:
+            yield [finding("PT004", message, f"payload {digest.hex()}")]
+
+
+def has_errors(findings: Iterable[Any]) -> bool:
+    """Whether some finding is more than a warning."""
+    return any(item.severity == "error" for item in findings)

@@ -1,0 +1,114 @@
+"""Runs the c10d suite under plain gloo and under Prism, and holds one against the other; the cases live elsewhere.
+
+The reference runs once a session. ``observe`` passes every call through, ``record`` computes every result itself with
+ranks that take turns: both must return what gloo returns.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+SUITE = Path(__file__).with_name("c10d_suite.py")
+sys.path.insert(0, str(SUITE.parent))
+
+from compare import compare_results, first_difference  # noqa: E402
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def run_suite(launcher: list[str], out: Path, *, extra: tuple[str, ...] = ()) -> Path:
+    """Run the suite under ``launcher`` and return the folder of its results; fail with its output if it died."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [*launcher, str(SUITE), "--out", str(out), *extra]
+    done = subprocess.run(
+        command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=500
+    )
+    if done.returncode != 0:
+        pytest.fail(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stdout[-6000:]}", pytrace=False)
+    return out
+
+
+def torchrun(world_size: int) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+
+
+def prism(verb: str, world_size: int, trace: Path, *options: str) -> list[str]:
+    where = f"--nproc-per-node={world_size}"
+    return [sys.executable, "-m", "prism_sdk.cli.main", verb, where, "-o", str(trace), *options, "--"]
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_suite(torchrun(4), tmp_path_factory.mktemp("gloo") / "results")
+
+
+@pytest.fixture(scope="session")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    return run_suite(prism("record", 4, folder / "bare.prism", "--slots", "2"), folder / "results")
+
+
+def check(reference: Path, other: Path, *, tolerance: float | None = None) -> None:
+    comparison = compare_results(reference, other, tolerance=tolerance)
+    if comparison.failures:
+        pytest.fail(str(comparison), pytrace=False)
+    print(comparison)
+
+
+def test_observe_returns_what_gloo_returns(reference: Path, tmp_path: Path) -> None:
+    check(reference, run_suite(prism("observe", 4, tmp_path / "real.prism"), tmp_path / "results"))
+
+
+def test_observe_under_torchrun_returns_what_gloo_returns(
+    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PRISM_MODE", "observe")
+    monkeypatch.setenv("PRISM_OUTPUT", str(tmp_path / "real.prism"))
+    check(reference, run_suite(torchrun(4), tmp_path / "results"))
+
+
+def test_record_returns_what_gloo_returns(reference: Path, recorded: Path) -> None:
+    check(reference, recorded)
+
+
+def test_record_with_one_slot_is_bit_identical(recorded: Path, tmp_path: Path) -> None:
+    launcher = prism("record", 4, tmp_path / "bare.prism", "--slots", "1")
+    check(recorded, run_suite(launcher, tmp_path / "results"), tolerance=0.0)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_record_at_other_sizes_returns_what_gloo_returns(world_size: int, tmp_path: Path) -> None:
+    plain = run_suite(torchrun(world_size), tmp_path / "plain", extra=("--no-slow",))
+    launcher = prism("record", world_size, tmp_path / "bare.prism", "--slots", "2")
+    check(plain, run_suite(launcher, tmp_path / "recorded", extra=("--no-slow",)))
+
+
+def test_the_comparison_sees_differences(reference: Path, tmp_path: Path) -> None:
+    import torch
+
+    for file in reference.glob("rank-*.pt"):
+        results = torch.load(file)
+        if file.name == "rank-2.pt":
+            results["all_reduce_op_sum"]["value"][3] += 1
+            results["ddp"]["value"][0][0] += 0.01
+            del results["barriers"]
+            results["send_recv_ring"] = {"error": "RuntimeError: no"}
+            results["send_to_self"] = {"error": "WrongAnswer: zeros"}
+        torch.save(results, tmp_path / file.name)
+    comparison = compare_results(reference, tmp_path)
+    found = {(difference.case, difference.rank) for difference in comparison.failures}
+    names = ("all_reduce_op_sum", "ddp", "barriers", "send_recv_ring", "send_to_self")
+    assert found == {(name, 2) for name in names}
+
+
+def test_first_difference_names_the_place() -> None:
+    assert first_difference({"a": [1, 2]}, {"a": [1, 3]}, tolerance=0) == "result['a'][1] is 3, not 2"
+    assert first_difference([1], [1.0], tolerance=0) == "result[0] is a float, not a int: 1.0"
+    assert first_difference([None, "x"], [None, "x"], tolerance=0) is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from prism_sdk.abc import CalibrationContext, CalibrationPass, CalibrationResult, CalibrationStrategy
-from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers
+from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
 from prism_sdk.errors import CalibrationError
 from prism_sdk.graph.calibrate import Calibration, merge_slices, predict_step_time, relative_change
 from prism_sdk.graph.job import JobGraph
@@ -66,13 +66,16 @@ class Slices(CalibrationStrategy):
                 context.report(f"pass {index + 1}, slice {position + 1} of {len(slices)}: ranks {_short(ranks)}")
                 trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
                 measured.append(JobGraph.load(trace))
-            before, calibration = calibration, merge_slices(base, measured, warmup_steps=options.warmup_steps)
-            resamples = _RESAMPLES if len(base) < _LARGE_GRAPH_ROWS else 8
-            interval = predict_step_time(
-                base, measured, warmup_steps=options.warmup_steps, num_resamples=resamples
+            default = plausible_transfers(base, measured)
+            before, calibration = calibration, merge_slices(
+                base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default
             )
+            interval = predict_step_time(
+                base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
+                num_resamples=_RESAMPLES if len(base) < _LARGE_GRAPH_ROWS else 8,
+            )  # fmt: skip
             change = None if before is None else relative_change(before.timeline, calibration.timeline)
-            predicted, low, high = round(interval.value), round(interval.low), round(interval.high)
+            predicted, low, high = round(interval.estimate), round(interval.low), round(interval.high)
             passes.append(
                 CalibrationPass(index, None if change is None else 100 * change, predicted, low, high)
             )

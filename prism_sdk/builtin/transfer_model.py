@@ -13,7 +13,7 @@ T_n(S) = steps_n / steps_2 * T_2(block_n / block_2 * S).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -91,3 +91,33 @@ def modelled_transfers(graph: JobGraph, model: TransferModel) -> np.ndarray[tupl
             cache[key] = model.transfer_ns(Op(key[0]), num_bytes=key[1], group_size=key[2])
         result[row] = cache[key]
     return result
+
+
+def plausible_transfers(graph: JobGraph, measured: Sequence[JobGraph]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A transfer for every row of `graph` from like operations that were measured, for those that were not.
+
+    An asynchronous operation that ended before anybody waited for it shows no completion; another of the same kind,
+    group and size does. Without one, the nearest size of that kind counts, then a fixed fallback.
+    """
+    exact: dict[tuple[int, int, int], list[int]] = {}
+    for other in measured:
+        transfer = measure(other).transfer_ns
+        for row in np.flatnonzero(transfer != ABSENT).tolist():
+            if other.columns["kind"][row] not in (UnitKind.COMPUTE, UnitKind.WAIT):
+                exact.setdefault(_key(other, row), []).append(int(transfer[row]))
+    medians = {key: int(np.median(values)) for key, values in exact.items()}
+    result = np.full(len(graph), _FALLBACK_NS, dtype=np.int64)
+    cache: dict[tuple[int, int, int], int] = {}
+    kinds = graph.columns["kind"]
+    for row in np.flatnonzero((kinds != UnitKind.COMPUTE) & (kinds != UnitKind.WAIT)).tolist():
+        key = _key(graph, row)
+        if key not in cache:
+            alike = [(abs(k[2] - key[2]), value) for k, value in medians.items() if k[:2] == key[:2]]
+            cache[key] = medians.get(key, min(alike)[1] if alike else _FALLBACK_NS)
+        result[row] = cache[key]
+    return result
+
+
+def _key(graph: JobGraph, row: int) -> tuple[int, int, int]:
+    c = graph.columns
+    return int(c["op"][row]), int(c["group_id"][row]), _num_bytes(graph, row)

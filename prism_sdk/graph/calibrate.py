@@ -212,7 +212,7 @@ def merge_slices(
     slice_graphs: Sequence[JobGraph],
     *,
     warmup_steps: int = 1,
-    default_transfer_ns: int | None = None,
+    default_transfer_ns: int | Int64Array | None = None,
 ) -> Calibration:
     """Put what the slices measured into the bare graph, and compute its timeline.
 
@@ -220,7 +220,7 @@ def merge_slices(
         bare_graph: all ranks; values that no slice measured are kept from it.
         slice_graphs: graphs of the ranks that ran for real, one a slice (an observed graph of all ranks is one too).
         warmup_steps: how many steps at the start of a slice do not count.
-        default_transfer_ns: for transfers that are in no slice and not in the bare graph.
+        default_transfer_ns: for transfers that are in no slice and not in the bare graph; one value, or one a row.
 
     Raises:
         GraphError: no slice shows any step of the bare graph.
@@ -231,7 +231,7 @@ def merge_slices(
 
 
 def _merge(
-    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int, default_transfer_ns: int | None,
+    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int, default_transfer_ns: int | Int64Array | None,
     drawn: dict[tuple[int, int], int] | None,
 ) -> Calibration:  # fmt: skip
     c = graph.columns
@@ -301,7 +301,7 @@ def predict_step_time(
     slice_graphs: Sequence[JobGraph],
     *,
     warmup_steps: int = 1,
-    default_transfer_ns: int | None = None,
+    default_transfer_ns: int | Int64Array | None = None,
     confidence: float = 0.95,
     num_resamples: int = 100,
     seed: int = 0,

@@ -200,7 +200,7 @@ def merge_when_last(spec: RankSpec) -> None:
     """Merge all shards into the output once every rank has finished its own; an exclusive lock makes one rank do it."""
     from prism_sdk.runtime.shards import merge_shards
 
-    output = spec.parts_dir.with_suffix("")
+    output = spec.parts_dir.with_suffix("")  # less ".parts"
     (spec.parts_dir / f"rank-{spec.rank:05d}.done").touch()
     with (spec.parts_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

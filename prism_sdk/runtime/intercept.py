@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d
 
 from prism_sdk.runtime.calls import Call, GroupState, stable_group_id
+from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
 
 _DISPATCH_KEYS = ("CPU", "CUDA")
@@ -89,27 +90,22 @@ class Interceptor:
         for key in _DISPATCH_KEYS:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
                 continue
-            original = torch.library.get_kernel(f"c10d::{name}", key)
-            kernel = self._make_kernel(name, original, group_index, num_returns)
-            self._library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+            self._library.impl(name, self._make_kernel(name, group_index, num_returns), key, allow_override=True)
 
-    def _make_kernel(self, name: str, original: Any, group_index: int, num_returns: int) -> Callable[..., Any]:
-        parse = OPERATORS[name]
+    def _make_kernel(self, name: str, group_index: int, num_returns: int) -> Callable[..., Any]:
+        parse, run_native = OPERATORS[name], NATIVES[name]
         seam = self.seam
 
-        def kernel(keyset: Any, *args: Any) -> Any:
-            if not self.active:
-                return original.call_boxed(keyset, *args)
-            group = self.group_of(ProcessGroup.unbox(args[group_index]))
+        def kernel(*args: Any) -> Any:
+            process_group = ProcessGroup.unbox(args[group_index])
 
-            def native() -> Work | None:
-                result = original.call_boxed(keyset, *args)
-                if num_returns == 0:
-                    return None
-                return Work.unbox(result if num_returns == 1 else result[1])
+            def native() -> Any:
+                return run_native(process_group._get_backend(device_of(args)), args)
 
-            with torch._C._DisableFuncTorch():
-                work = seam.issue(parse(group, native, args))
+            if self.active:
+                work = seam.issue(parse(self.group_of(process_group), native, args))
+            else:
+                work = native()
             if num_returns == 0:
                 return None
             boxed = work.boxed()

@@ -1,6 +1,6 @@
 """For authors of plugins: contract tests to subclass, and a plugin manager that sees nothing but your plugin.
 
-It is no part of a run, and imports pytest only where a test asks for it::
+It is no part of a run, and needs pytest::
 
     from prism_sdk.testing import CalibrationStrategyContract
 

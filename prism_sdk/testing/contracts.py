@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import importlib
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+import pytest
 
 import prismtrace
-from prism_sdk.abc import AdapterHook, CalibrationStrategy, FrameworkAdapter, ReplayBackend
+from prism_sdk.abc import AdapterHook, CalibrationResult, CalibrationStrategy, FrameworkAdapter, ReplayBackend
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
 __all__ = ["CalibrationStrategyContract", "FrameworkAdapterContract", "NullNamer", "ReplayBackendContract"]
@@ -24,8 +27,19 @@ def _check_names(plugin: Any) -> None:
     assert "\n" not in plugin.description
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """A finished calibration: its context, the bytes of the bare graph before it, and its result."""
+
+    context: ScriptedCalibration
+    bare: bytes
+    result: CalibrationResult
+
+
 class CalibrationStrategyContract:
     """Subclass as ``Test...`` and give ``make_strategy``."""
+
+    _calibrated: ClassVar[Calibrated]
 
     def make_strategy(self) -> CalibrationStrategy:
         """A new strategy object."""
@@ -34,35 +48,40 @@ class CalibrationStrategyContract:
     def test_it_has_a_name_and_a_description(self) -> None:
         _check_names(self.make_strategy())
 
-    def test_it_writes_a_calibrated_graph_of_all_ranks(self, tmp_path: Path) -> None:
-        context = ScriptedCalibration(tmp_path, world_size=3, num_slots=2)
-        result = self.make_strategy().calibrate(context)
-        assert result.output == context.output
-        with prismtrace.TraceReader(result.output) as reader:
-            assert reader.graph_kind is prismtrace.GraphKind.CALIBRATED
-            assert reader.world_size == 3
-            assert tuple(reader.ranks) == (0, 1, 2)
-            with prismtrace.TraceReader(context.graph_path) as bare:
-                assert [reader.num_units(rank) for rank in range(3)] == [bare.num_units(rank) for rank in range(3)]
+    @pytest.fixture
+    def calibrated(self, tmp_path_factory: pytest.TempPathFactory) -> Calibrated:
+        """One calibration of an invented job of five ranks on two slots, made once for all tests of the class."""
+        cls = type(self)
+        done: Calibrated | None = cls.__dict__.get("_calibrated")
+        if done is None:
+            context = ScriptedCalibration(tmp_path_factory.mktemp("calibrated"), world_size=5, num_slots=2)
+            bare = context.graph_path.read_bytes()
+            done = Calibrated(context, bare=bare, result=self.make_strategy().calibrate(context))
+            cls._calibrated = done
+        return done
 
-    def test_its_result_is_consistent(self, tmp_path: Path) -> None:
-        result = self.make_strategy().calibrate(ScriptedCalibration(tmp_path, world_size=3, num_slots=2))
+    def test_it_writes_a_calibrated_graph_of_all_ranks(self, calibrated: Calibrated) -> None:
+        context, result = calibrated.context, calibrated.result
+        assert result.output == context.output
+        with prismtrace.TraceReader(result.output) as reader, prismtrace.TraceReader(context.graph_path) as bare:
+            assert reader.graph_kind is prismtrace.GraphKind.CALIBRATED
+            assert reader.world_size == 5
+            assert tuple(reader.ranks) == (0, 1, 2, 3, 4)
+            assert [reader.num_units(rank) for rank in range(5)] == [bare.num_units(rank) for rank in range(5)]
+
+    def test_its_result_is_consistent(self, calibrated: Calibrated) -> None:
+        result = calibrated.result
         assert result.step_low_ns <= result.predicted_step_ns <= result.step_high_ns
         assert result.predicted_step_ns > 0
         assert [one.index for one in result.passes] == list(range(len(result.passes))) and result.passes
         assert result.passes[0].change_percent is None
         assert all(one.step_low_ns <= one.predicted_step_ns <= one.step_high_ns for one in result.passes)
 
-    def test_it_leaves_the_bare_graph_as_it_was(self, tmp_path: Path) -> None:
-        context = ScriptedCalibration(tmp_path, world_size=2, num_slots=1)
-        before = context.graph_path.read_bytes()
-        self.make_strategy().calibrate(context)
-        assert context.graph_path.read_bytes() == before
+    def test_it_leaves_the_bare_graph_as_it_was(self, calibrated: Calibrated) -> None:
+        assert calibrated.context.graph_path.read_bytes() == calibrated.bare
 
-    def test_it_runs_every_rank(self, tmp_path: Path) -> None:
-        context = ScriptedCalibration(tmp_path, world_size=5, num_slots=2)
-        self.make_strategy().calibrate(context)
-        assert {rank for ranks, _ in context.slices for rank in ranks} == set(range(5))
+    def test_it_runs_every_rank(self, calibrated: Calibrated) -> None:
+        assert {rank for ranks, _ in calibrated.context.slices for rank in ranks} == set(range(5))
 
 
 class ReplayBackendContract:

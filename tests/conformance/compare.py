@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from c10d_cases import load_cases
 
-__all__ = ["Comparison", "Difference", "compare_results"]
+__all__ = ["Comparison", "Difference", "compare_results", "first_difference"]
+
+_UNREACHED = "have no result: the run ended before"
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,27 @@ class Comparison:
 
     def __str__(self) -> str:
         lines = [f"{self.num_equal} results equal, {len(self.failures)} failures, {len(self.notes)} notes"]
-        lines += [f"FAILED {difference}" for difference in self.failures]
-        lines += [f"note   {difference}" for difference in self.notes]
+        lines += [f"FAILED {line}" for line in _by_case(self.failures)]
+        lines += [f"note   {line}" for line in _by_case(self.notes)]
         return "\n".join(lines)
+
+
+def _by_case(differences: tuple[Difference, ...], *, limit: int = 30) -> list[str]:
+    """One line a case with the first rank's words; cases that were never reached share one line."""
+    cases: dict[str, list[Difference]] = {}
+    for difference in differences:
+        cases.setdefault(difference.case, []).append(difference)
+    unreached = [name for name, found in cases.items() if all(entry.message == _UNREACHED for entry in found)]
+    judged = [found for name, found in cases.items() if name not in unreached]
+    lines = [
+        f"{found[0].case} (rank {', '.join(str(entry.rank) for entry in found)}): {found[0].message}"
+        for found in judged[:limit]
+    ]
+    if len(judged) > limit:
+        lines.append(f"... and {len(judged) - limit} more cases")
+    if unreached:
+        lines.append(f"{len(unreached)} cases, from {unreached[0]} on, {_UNREACHED}")
+    return lines
 
 
 def compare_results(reference: Path, other: Path, *, tolerance: float | None = None) -> Comparison:
@@ -87,7 +107,7 @@ def _is_wrong(got: dict[str, Any] | None) -> bool:
 
 def _judge(wanted: dict[str, Any], got: dict[str, Any] | None, tolerance: float) -> str | None:
     if got is None:
-        return "has no result: the run ended before it"
+        return _UNREACHED
     if "error" in wanted:
         if _is_wrong(got) and not _is_wrong(wanted):
             return f"answered wrongly: {got['error']}"

@@ -1,0 +1,115 @@
+"""Compares the step time of real runs with that of emulations of one of their ranks, in interleaved repeats.
+
+    python benchmarks/step_time.py --ranks 8 --sandbox-cpus 2 --repeats 5 -- examples/train_fsdp2_gpt.py --steps 12
+
+The real job has one CPU a rank; recording, calibration and emulation get `--sandbox-cpus` of the same CPUs.  Prints a
+table and, with --json, the figures.  The error of a repeat is the emulated mean step against the mean of all real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import prismtrace
+
+
+def run(cpus: list[int], *arguments: str) -> float:
+    started = time.monotonic()
+    command = ["taskset", "-c", ",".join(map(str, cpus)), sys.executable, "-m", "prism_sdk.cli.main", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout[-4000:]}")
+    return time.monotonic() - started
+
+
+def step_times_ms(path: Path, rank: int, skip: int) -> list[float]:
+    """Durations of the steps of `rank`, without the first `skip`."""
+    with prismtrace.TraceReader(path) as reader:
+        ends = reader.steps(rank).end_ns.tolist()
+    return [(b - a) / 1e6 for a, b in zip(ends, ends[1:], strict=False)][max(skip - 1, 0) :]
+
+
+def losses(path: Path, rank: int) -> list[float]:
+    with prismtrace.TraceReader(path) as reader:
+        return list(reader.steps(rank).loss.tolist())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--sandbox", type=int, default=0, help="the rank to emulate")
+    parser.add_argument("--sandbox-cpus", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--skip", type=int, default=2, help="steps at the start that do not count")
+    parser.add_argument("--option", action="append", default=[], help="passed to calibrate as -O")
+    parser.add_argument("--emulate-option", action="append", default=[], help="passed to emulate as -O")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("script", nargs=argparse.REMAINDER)
+    args = parser.parse_args()
+    script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    cpus = sorted(os.sched_getaffinity(0))
+    real_cpus, few = cpus[: args.ranks], cpus[: args.sandbox_cpus]
+    if len(real_cpus) < args.ranks:
+        sys.exit(f"{args.ranks} ranks need {args.ranks} CPUs, this process may use {len(cpus)}")
+    options = [part for option in args.option for part in ("-O", option)]
+    emulate_options = [part for option in args.emulate_option for part in ("-O", option)]
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        bare, graph = str(work / "bare.prism"), str(work / "graph.prism")
+        walls = {"record": run(few, "record", "--nproc-per-node", str(args.ranks), "-o", bare, "--", *script)}
+        walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
+        real: list[list[float]] = []
+        emulated: list[list[float]] = []
+        for repeat in range(args.repeats):
+            path = work / f"real{repeat}.prism"
+            walls["observe"] = run(real_cpus, "observe", "--nproc-per-node", str(args.ranks), "-o", str(path), "--", *script)
+            real.append(step_times_ms(path, args.sandbox, args.skip))
+            path = work / f"emulated{repeat}.prism"
+            walls["emulate"] = run(
+                few, "emulate", "--graph", graph, "--sandbox", str(args.sandbox), "-o", str(path), *emulate_options,
+                "--", *script,
+            )  # fmt: skip
+            emulated.append(step_times_ms(path, args.sandbox, args.skip))
+            print(f"repeat {repeat}: real {mean(real[-1]):.3f} ms, emulated {mean(emulated[-1]):.3f} ms", flush=True)
+        same = losses(work / "real0.prism", args.sandbox) == losses(work / "emulated0.prism", args.sandbox)
+        with prismtrace.TraceReader(graph) as reader:
+            predicted = float(reader.metadata.get("calibration.step_ns", "nan")) / 1e6
+    real_means, emulated_means = [mean(r) for r in real], [mean(e) for e in emulated]
+    reference = mean(real_means)
+    errors = [100 * (value / reference - 1) for value in emulated_means]
+    spread = [100 * (value / reference - 1) for value in real_means]
+    result = {
+        "ranks": args.ranks, "sandbox_cpus": args.sandbox_cpus, "script": " ".join(script), "torch": _torch(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "real_ms": real_means, "emulated_ms": emulated_means,
+        "real_median_ms": [statistics.median(r) for r in real],
+        "emulated_median_ms": [statistics.median(e) for e in emulated],
+        "error_percent": errors, "mean_error_percent": 100 * (mean(emulated_means) / reference - 1),
+        "worst_error_percent": max(errors, key=abs), "real_spread_percent": [min(spread), max(spread)],
+        "predicted_ms": predicted, "losses_equal": same, "wall_s": walls,
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _torch() -> str:
+    import importlib.metadata
+
+    return importlib.metadata.version("torch")
+
+
+if __name__ == "__main__":
+    main()

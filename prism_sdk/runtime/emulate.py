@@ -119,6 +119,7 @@ class EmulateSeam(Seam):
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
         self._started = False
+        self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
         from prism_sdk.runtime.backends import open_backend
@@ -130,6 +131,8 @@ class EmulateSeam(Seam):
 
         install_rendezvous(self.conversation, lambda regions: None)
         install_coalescing()
+        if self.facts.needs_mesh:
+            self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
 
     def keeps_real_backend(self, ranks: tuple[int, ...]) -> bool:
         return len(ranks) > 1 and self._sandbox.issuperset(ranks)
@@ -164,9 +167,10 @@ class EmulateSeam(Seam):
         return work
 
     def _issue_real(self, call: Call, unit: int, posted: int) -> Any:
-        """All members are sandbox ranks: the script's own backend, or nothing to do for a group of one."""
+        """All that take part are sandbox ranks: a real transport, or nothing to do for a group of one."""
         if len(call.group.ranks) > 1:
-            work = call.native()
+            real_group = self._sandbox.issuperset(call.group.ranks)
+            work = call.native() if real_group else self._message_between_sandbox_ranks(call)
             if work is None:
                 self.tracer.wait(unit, posted, now_ns(), blocked=True)
                 return None
@@ -179,6 +183,16 @@ class EmulateSeam(Seam):
             self.tracer.wait(unit, posted if not call.is_async else now_ns(), now_ns(), blocked=False)
 
         return PrismWork(complete, lambda: True, call.outputs)
+
+    def _message_between_sandbox_ranks(self, call: Call) -> Any:
+        """A message in a group that has virtual members too, so that its own backend is replaced."""
+        assert self._mesh is not None and call.peer is not None
+        group = call.group
+        position = self.facts.sandbox.index(group.ranks[call.peer])
+        tag = (group.group_id % 997) << 16 | (call.tag or 0) & 0xFFFF  # gloo tags are 32 bits; groups must not mix
+        if call.op is Op.SEND:
+            return self._mesh.send(call.contribution, position, tag)
+        return self._mesh.recv(call.outputs, position, tag)
 
     def _post(self, call: Call, one: Expected, moved: int, posted: int, seq: int) -> tuple[int, int] | None:
         assert one.stream is not None
@@ -290,6 +304,16 @@ class EmulateSeam(Seam):
             "steps_beyond_recorded": self.cursor.rounds, "reductions_compensated": self.num_deviating,
             "operations_without_values": self.num_without_values,
         }  # fmt: skip
+
+
+def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: int) -> Any:
+    """A gloo backend over the sandbox ranks alone."""
+    from torch.distributed import PrefixStore, ProcessGroupGloo
+
+    from prism_sdk.runtime.store import LauncherStore
+
+    store = PrefixStore("prism-mesh", LauncherStore(conversation, lambda regions: None))
+    return ProcessGroupGloo(store, sandbox.index(rank), len(sandbox), timedelta(minutes=10))
 
 
 def _copy(target: memoryview, source: memoryview) -> None:

@@ -26,7 +26,7 @@ from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
 from prism_sdk.runtime.manifest import Script, read_scripts
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.ranks import EmulateSpec
-from prismtrace import GraphKind, PrismTraceError, TraceReader
+from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
 _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all of them
@@ -116,9 +116,14 @@ def _prepare(
         os.ftruncate(board, 1 << 42)
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or "local", ring_fds=rings,
-        board_fd=board, options=dict(config.options),
+        board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()), options=dict(config.options),
     )  # fmt: skip
     return scripts, facts
+
+
+def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
+    messages = (one for one in script.expected if one.stream is None and one.op in (Op.SEND, Op.RECV))
+    return any(not frozenset(sandbox).issuperset(one.group_ranks) for one in messages)
 
 
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:

@@ -76,7 +76,13 @@ def _import_torch() -> None:
     import torch.distributed.tensor
     import torch.testing._internal.distributed.fake_pg
 
-    import prism_sdk.runtime.agent  # noqa: F401
+    # what a rank imports itself it pays for itself: an import touches the objects of many modules (7 MiB a rank)
+    import prism_sdk.runtime.agent
+    import prism_sdk.runtime.emulate
+    import prism_sdk.runtime.hooks
+    import prism_sdk.runtime.observe
+    import prism_sdk.runtime.record
+    import prism_sdk.runtime.store  # noqa: F401
 
     torch.set_num_threads(torch.get_num_threads())  # no pool is started: threads do not survive a fork
 

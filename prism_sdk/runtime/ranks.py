@@ -22,6 +22,7 @@ class EmulateSpec:
     backend: str
     ring_fds: tuple[int, ...]  # the prefetch pool of each sandbox rank
     board_fd: int  # posts of the sandbox ranks; -1 with only one
+    needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
 
 

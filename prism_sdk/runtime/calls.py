@@ -83,7 +83,21 @@ class Call:
     outputs: list[torch.Tensor] = field(default_factory=list)
     dtype: DType = DType.UNSPECIFIED
     equal_counts: bool = True  # members must contribute the same number of elements
+    sizes_differ: str | None = None  # what does not fit between inputs and outputs
     all_ranks: bool = False  # monitored_barrier: name every missing rank
+
+    def check(self) -> None:
+        """Raise RuntimeError for what every backend refuses; the modes that replace the backend call this."""
+        size = len(self.group.ranks)
+        for what, rank in (("root", self.root), ("peer", self.peer)):
+            if rank is not None and not 0 <= rank < size:
+                raise RuntimeError(f"{self.op.name.lower()}: invalid {what} rank {rank} in a group of {size}")
+        if self.reduce_op is ReduceOp.PREMUL_SUM:
+            raise RuntimeError("ReduceOp.PREMUL_SUM is not supported under Prism: its factor does not reach the operator")
+        if self.op is Op.SEND and self.peer == self.group.group_rank:
+            raise RuntimeError("send: a rank cannot send to itself")
+        if self.sizes_differ is not None:
+            raise RuntimeError(f"{self.op.name.lower()}: {self.sizes_differ}")
 
     @property
     def num_elements_in(self) -> int:

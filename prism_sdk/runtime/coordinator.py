@@ -22,7 +22,10 @@ from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 
 _STALL_NS = 300_000_000  # a slot holder that used no CPU for this long lends its slot
 _STACK_TIMEOUT_NS = 3_000_000_000
+_LOOK_NS = 100_000_000  # how often slot holders are looked at
+_STUCK_NS = 10_000_000_000  # a rank that blocks outside torch.distributed for so long is named
 _MAX_PLACES = 32
+_STORE_WRITES = frozenset({"set", "add", "append", "compare_set", "multi_set"})  # may let a waiting rank go on
 
 NEW, RUNNING, WAITING, READY, LENT, DONE = "new", "running", "waiting", "ready", "lent", "done"
 
@@ -41,22 +44,28 @@ class RankState:
     cpu_since_ns: int = 0
     stack: tuple[str, ...] | None = None
     step: int = 0
+    pinned: tuple[int, ...] = ()
+    stuck_since_ns: int = 0  # lent and idle since
 
 
 class Coordinator(Policy):
-    """Policy that multiplexes the ranks over `num_slots` slots; slot i is CPU i of those this process may use."""
+    """Policy that multiplexes the ranks over `num_slots` slots, each with its share of the CPUs."""
 
     def __init__(self, num_slots: int, *, pin: bool = True) -> None:
-        cpus = sorted(os.sched_getaffinity(0))
         self.num_slots = num_slots
-        self._cpus = [cpus[i % len(cpus)] for i in range(num_slots)] if pin else []
+        self._cpus = [_cpu_share(slot, num_slots) for slot in range(num_slots)] if pin else []
         self._free = list(range(num_slots - 1, -1, -1))
+        self._holders: dict[int, RankState] = {}  # slot -> who has it
+        self._lent: set[int] = set()  # ranks that run or are stuck without a slot
+        self._in_store: dict[int, None] = {}  # ranks that wait for a key, in the order in which they came
+        self._num_done = 0
+        self._next_look_ns = 0
+        self._warned: set[int] = set()
         self._matcher = Matcher()
         self._store = KeyValues()
         self._ready: deque[int] = deque()
         self._states: dict[int, RankState] = {}
         self._waiters: dict[Key, list[int]] = {}
-        self._num_running = 0
         self._deadlock_since = 0
         self.num_switches = 0
         self._last_switches = (0, time.monotonic_ns())
@@ -74,7 +83,10 @@ class Coordinator(Policy):
     def ended(self, rank: int) -> None:
         state = self._states[rank]
         self._leave_slot(state)
+        self._lent.discard(rank)
+        self._in_store.pop(rank, None)
         state.state = DONE
+        self._num_done += 1
         self._grant()
 
     def status(self) -> str:
@@ -97,8 +109,8 @@ class Coordinator(Policy):
     def _leave_slot(self, state: RankState) -> None:
         if state.slot is not None:
             self._free.append(state.slot)
+            del self._holders[state.slot]
             state.slot = None
-            self._num_running -= 1
 
     def _grant(self) -> None:
         """Give free slots to ranks that can run, first come first served."""
@@ -107,7 +119,7 @@ class Coordinator(Policy):
             if state.state not in (NEW, READY):
                 continue
             state.slot = self._free.pop()
-            self._num_running += 1
+            self._holders[state.slot] = state
             if state.state == NEW:
                 state.state = RUNNING
                 self.host.spawn(state.rank)
@@ -119,11 +131,11 @@ class Coordinator(Policy):
             state.cpu_ticks, state.cpu_since_ns = -1, time.monotonic_ns()
 
     def _pin(self, state: RankState) -> None:
+        """Move a rank to the CPUs of its slot, all of its threads; most of the time it is there already."""
         pid = self.host.ranks[state.rank].pid
-        if self._cpus and pid and state.slot is not None:
-            with suppress(OSError):
-                for task in os.listdir(f"/proc/{pid}/task"):
-                    os.sched_setaffinity(int(task), {self._cpus[state.slot]})
+        if self._cpus and pid and state.slot is not None and state.pinned != self._cpus[state.slot]:
+            state.pinned = self._cpus[state.slot]
+            _set_affinity(pid, state.pinned)
 
     def _answer(self, state: RankState) -> None:
         reply, state.reply, state.waits_for = state.reply, None, None
@@ -136,6 +148,7 @@ class Coordinator(Policy):
         state = self._states[rank]
         state.reply = reply
         if state.slot is not None or state.state == LENT:
+            state.stuck_since_ns = time.monotonic_ns()
             self._answer(state)
         else:
             state.state = READY
@@ -144,6 +157,7 @@ class Coordinator(Policy):
     def _park(self, rank: int, message: tuple[Any, ...]) -> None:
         state = self._states[rank]
         state.state, state.waits_for = WAITING, message
+        self._lent.discard(rank)
         self._leave_slot(state)
 
     # -- messages ---------------------------------------------------------------------------------------------------
@@ -166,8 +180,8 @@ class Coordinator(Policy):
         self._states[rank].step = message[1]
 
     def _on_post(self, rank: int, message: tuple[Any, ...]) -> None:
-        _, key, size, group_rank, signature, contribution, send_bytes, where = message
-        self._matcher.post(key, size, group_rank, signature, Post(rank, contribution, send_bytes, where))
+        _, key, size, group_rank, signature, contribution, send_bytes, where, clock = message
+        self._matcher.post(key, size, group_rank, signature, Post(rank, contribution, send_bytes, where, clock))
         self._serve_waiters(key)
 
     def _on_wait(self, rank: int, message: tuple[Any, ...]) -> None:
@@ -199,13 +213,17 @@ class Coordinator(Policy):
         reply = self._store.run(message)
         if reply is None:
             self._park(rank, message)
+            self._in_store[rank] = None
             return
         self._fulfil(rank, reply)
-        for other, state in self._states.items():
-            if state.state == WAITING and state.waits_for is not None and state.waits_for[0] == "store":
-                reply = self._store.run(state.waits_for)
-                if reply is not None:
-                    self._fulfil(other, reply)
+        if message[1] not in _STORE_WRITES:
+            return
+        for other in list(self._in_store):
+            request = self._states[other].waits_for
+            reply = None if request is None else self._store.run(request)
+            if reply is not None:
+                del self._in_store[other]
+                self._fulfil(other, reply)
 
     def _on_stack(self, rank: int, message: tuple[Any, ...]) -> None:
         self._states[rank].stack = tuple(message[1])
@@ -233,25 +251,26 @@ class Coordinator(Policy):
         _, key, needs, root = message
         operation = self._matcher.operations.get(key)
         if operation is None or needs == "none":
-            return ("ready", {}, None) if needs == "none" else None
+            return ("ready", {}, None, 0) if needs == "none" else None
         if needs == "root":
             post = operation.posts.get(root)
-            return None if post is None else ("ready", {root: (post.contribution, None)}, None)
+            return None if post is None else ("ready", {root: (post.contribution, None)}, None, post.clock)
         if key[0] == "p":
-            return ("ready", {0: (operation.posts[0].contribution, None)}, None)
+            return ("ready", {0: (operation.posts[0].contribution, None)}, None, operation.clock)
         if not operation.complete:
             return None
         if operation.is_reduction:
             return self._try_reduction(rank, operation, claim)
-        return ("ready", {g: (p.contribution, p.send_bytes) for g, p in operation.posts.items()}, None)
+        return ("ready", {g: (p.contribution, p.send_bytes) for g, p in operation.posts.items()}, None, operation.clock)
 
     def _try_reduction(self, rank: int, operation: Operation, claim: bool) -> tuple[Any, ...] | None:
         if operation.result is not None:
-            return ("ready", {-1: (operation.result[1], None)}, operation.result[2])
+            return ("ready", {-1: (operation.result[1], None)}, operation.result[2], operation.clock)
         if operation.combiner is None:
             if claim:
                 operation.combiner = rank
-            return ("combine", {g: (p.contribution, None) for g, p in operation.posts.items()}, None)
+            sources = {g: (p.contribution, None) for g, p in operation.posts.items()}
+            return ("combine", sources, None, operation.clock)
         return None
 
     # -- when nobody can run ----------------------------------------------------------------------------------------
@@ -259,30 +278,49 @@ class Coordinator(Policy):
     def tick(self) -> None:
         if not self._states:
             return
-        if self._ready and not self._free:
-            self._lend_stalled_slots()
-        if self._num_running or self._ready or any(s.state == LENT for s in self._states.values()):
+        now = time.monotonic_ns()
+        if now >= self._next_look_ns:
+            self._next_look_ns = now + _LOOK_NS
+            if self._ready and not self._free:
+                self._lend_stalled_slots(now)
+            if self._lent and not self._holders and not self._ready:
+                self._name_stuck(now)
+        if self._holders or self._ready or self._lent:
             self._deadlock_since = 0
             return
         waiting = [state for state in self._states.values() if state.state == WAITING]
         if waiting and not self._match_any_source(waiting) and not self._expire_store(waiting):
             self._report_deadlock(waiting)
 
-    def _lend_stalled_slots(self) -> None:
+    def _lend_stalled_slots(self, now: int) -> None:
         """A rank can block where we do not see it (a TCPStore of its own, a lock, a pipe): let another one run meanwhile."""
-        now = time.monotonic_ns()
-        for state in self._states.values():
-            if state.slot is None:
-                continue
-            ticks = _cpu_ticks(self.host.ranks[state.rank].pid)
+        for state in list(self._holders.values()):
+            pid = self.host.ranks[state.rank].pid
+            ticks = _cpu_ticks(pid)
             if ticks != state.cpu_ticks:
                 state.cpu_ticks, state.cpu_since_ns = ticks, now
             elif now - state.cpu_since_ns > _STALL_NS:
                 self._leave_slot(state)
                 state.state = LENT
-                with suppress(OSError):
-                    os.sched_setaffinity(self.host.ranks[state.rank].pid, os.sched_getaffinity(0))
+                self._lent.add(state.rank)
+                state.stuck_since_ns = now
+                state.pinned = ()
+                _set_affinity(pid, tuple(os.sched_getaffinity(0)))
         self._grant()
+
+    def _name_stuck(self, now: int) -> None:
+        """Nothing moves but for ranks that block on something of their own: no proof of a deadlock, but worth a line."""
+        for rank in self._lent - self._warned:
+            state = self._states[rank]
+            ticks = _cpu_ticks(self.host.ranks[rank].pid)
+            if ticks != state.cpu_ticks:
+                state.cpu_ticks, state.stuck_since_ns = ticks, now
+            elif now - state.stuck_since_ns > _STUCK_NS:
+                self._warned.add(rank)
+                self.host.report(
+                    f"rank {rank} has been waiting outside torch.distributed for {_STUCK_NS // 10**9} s, and no other "
+                    f"rank can run (py-spy dump --pid {self.host.ranks[rank].pid} shows where)"
+                )
 
     def _match_any_source(self, waiting: list[RankState]) -> bool:
         """Receives from any source are matched when all else stands still: then the lowest source is the same each time."""
@@ -293,8 +331,8 @@ class Coordinator(Policy):
             key = self._matcher.match_any(message[1])
             if key is not None:
                 self._waiters.pop(message[1], None)
-                contribution = self._matcher.operations[key].posts[0].contribution
-                self._fulfil(state.rank, ("ready", {0: (contribution, None)}, key))
+                post = self._matcher.operations[key].posts[0]
+                self._fulfil(state.rank, ("ready", {0: (post.contribution, None)}, key, post.clock))
                 self._grant()
                 return True
         return False
@@ -305,6 +343,7 @@ class Coordinator(Policy):
             if state.waits_for is not None and state.waits_for[0] == "store":
                 reply = self._store.expire(state.waits_for)
                 if reply is not None:
+                    self._in_store.pop(state.rank, None)
                     self._fulfil(state.rank, reply)
                     self._grant()
                     return True
@@ -314,14 +353,19 @@ class Coordinator(Policy):
         now = time.monotonic_ns()
         if not self._deadlock_since:
             self._deadlock_since = now
-            for state in waiting:
+            for state in waiting[:_MAX_PLACES]:
                 state.stack = None
                 self.host.send(state.rank, ("stack", []))
             return
-        if any(state.stack is None for state in waiting) and now - self._deadlock_since < _STACK_TIMEOUT_NS:
+        if any(state.stack is None for state in waiting[:_MAX_PLACES]) and now - self._deadlock_since < _STACK_TIMEOUT_NS:
             return
-        places = [self._place(state) for state in waiting]
-        self.host.fail(DeadlockError(places[:_MAX_PLACES]))
+        error = DeadlockError([self._place(state) for state in waiting[:_MAX_PLACES]])
+        notes = [f"{len(waiting)} ranks wait, the first {_MAX_PLACES} are shown"] if len(waiting) > _MAX_PLACES else []
+        if self._num_done:
+            done = [str(rank) for rank, state in self._states.items() if state.state == DONE]
+            notes.append(f"ended already: ranks {_shorten(done)}" if len(done) > 1 else f"ended already: rank {done[0]}")
+        error.hint = "\n  ".join([*notes, error.hint or ""])
+        self.host.fail(error)
 
     def _place(self, state: RankState) -> RankPlace:
         message = state.waits_for or ("",)
@@ -339,6 +383,24 @@ class Coordinator(Policy):
         name = "collective" if operation is None else describe(operation.signature, 0)
         missing = ranks if operation is None else operation.missing(ranks)
         return RankPlace(state.rank, name, group, key[2], missing, stack)
+
+
+def _shorten(names: list[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def _cpu_share(slot: int, num_slots: int) -> tuple[int, ...]:
+    """An equal share of the CPUs for each slot; with more slots than CPUs several slots share one."""
+    available = sorted(os.sched_getaffinity(0))
+    each = len(available) // num_slots
+    return tuple(available[slot * each : (slot + 1) * each]) if each else (available[slot % len(available)],)
+
+
+def _set_affinity(pid: int, cpus: tuple[int, ...]) -> None:
+    with suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                os.sched_setaffinity(int(task), cpus)
 
 
 def _cpu_ticks(pid: int) -> int:

@@ -146,6 +146,7 @@ class EmulateSeam(Seam):
         if not self._started:
             self._started = True
             self.engine.start(self.tracer.first_ns)
+        call.check()
         posted = now_ns()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
@@ -159,7 +160,8 @@ class EmulateSeam(Seam):
         if one.stream is None:
             return self._issue_real(call, unit, posted)
         handle = self._post(call, one, moved, posted, seq)
-        work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs)
+        work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
+                         is_async=call.is_async)  # fmt: skip
         if handle_source is not None:
             work.source = handle_source
         if call.op is Op.BARRIER and not call.is_async:

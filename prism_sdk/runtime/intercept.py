@@ -9,6 +9,7 @@ those functions, but all of them dispatch these operators (../../spec/decisions/
 
 from __future__ import annotations
 
+import ctypes
 import os
 import warnings
 from abc import ABC, abstractmethod
@@ -126,6 +127,7 @@ class Interceptor:
         return state
 
     def _register(self, group: ProcessGroup, ranks: tuple[int, ...], backend: str) -> GroupState:
+        _never_destroy(group)
         name = group.group_name
         generation = self._generations.get((name, ranks), 0)
         self._generations[name, ranks] = generation + 1
@@ -166,6 +168,15 @@ class Interceptor:
             return group, prefix_store
 
         distributed_c10d._new_process_group_helper = new_process_group_helper
+
+
+def _never_destroy(group: ProcessGroup) -> None:
+    """Keep the C++ object for the life of the process.
+
+    Its destructor joins the backend's threads, which may be waiting for the interpreter lock that we hold: tensors that
+    came through a Python kernel have a Python half, and the thread that drops the last reference needs the lock.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _fake_backend(requested: str) -> str:

@@ -29,6 +29,7 @@ class Post:
     contribution: Contribution
     send_bytes: list[int] | None
     where: str
+    clock: int = 0  # logical time (Lamport): of a rank's operations, and after those it depends on
 
 
 @dataclass(slots=True)
@@ -51,6 +52,11 @@ class Operation:
     @property
     def complete(self) -> bool:
         return len(self.posts) == self.size
+
+    @property
+    def clock(self) -> int:
+        """Logical time at which the last member so far posted."""
+        return max((post.clock for post in self.posts.values()), default=0)
 
     def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Global ranks that have not posted yet."""
@@ -124,14 +130,17 @@ class Matcher:
                 )  # fmt: skip
 
     def match_any(self, key: Key) -> Key | None:
-        """The message that a receive from any source gets: the lowest source with mail. None when there is none."""
+        """The message that a receive from any source gets; None when there is none.
+
+        Of the oldest messages of all sources, the one sent earliest by logical time (a sender that ran ahead must not
+        overtake one that is late), then the lowest source: the same in every recording.
+        """
         _, group_id, destination, tag, _serial = key
         mail = self.mail.get((group_id, destination, tag), {})
-        sources = [source for source, numbers in mail.items() if numbers]
-        if not sources:
+        keys = [("p", group_id, source, destination, tag, numbers[0]) for source, numbers in mail.items() if numbers]
+        if not keys:
             return None
-        source = min(sources)
-        return ("p", group_id, source, destination, tag, mail[source][0])
+        return min(keys, key=lambda k: (self.operations[k].posts[0].clock, k[2]))
 
     def take(self, key: Key) -> list[tuple[int, tuple[int, int]]]:
         """One member has its result. Returns the arena regions that are free now, when it was the last one."""

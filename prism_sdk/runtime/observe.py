@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Work
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.tracer import Tracer, now_ns
-from prism_sdk.runtime.work import PrismWork
+from prism_sdk.runtime.work import PrismWork, wait_before_backward_ends
 from prismtrace.model import ABSENT, ProcessGroup
 
 
@@ -25,6 +25,8 @@ def take_number(call: Call) -> int:
         return group.take_seq()
     if call.peer is None:
         return ABSENT  # known once the message is matched
+    if not 0 <= call.peer < len(group.ranks):
+        return ABSENT  # the backend refuses it
     me, peer = group.ranks[group.group_rank], group.ranks[call.peer]
     source, destination = (me, peer) if call.op.name == "SEND" else (peer, me)
     return group.take_p2p_seq(source, destination, call.tag or 0)
@@ -44,7 +46,20 @@ class TimedWork(PrismWork):
     """Wraps a backend's own work handle and dates the waits for it."""
 
     def __init__(self, inner: Work, tracer: Tracer, unit: int, call: Call, posted_ns: int) -> None:
-        super().__init__(_timed_wait(inner, tracer, unit, call, posted_ns, self), inner.is_completed, call.outputs)
+        super().__init__(_timed_wait(inner, tracer, unit, call, posted_ns, self), inner.is_completed, call.outputs, is_async=call.is_async)
+        self._inner: Work | None = inner
+
+    def _release(self) -> None:
+        self._inner = None
+        super()._release()
+
+    def get_future(self) -> Any:
+        """The backend's own future; the wait for it is made visible where that is possible."""
+        inner = self._inner
+        if inner is None or not hasattr(inner, "get_future"):
+            return super().get_future()
+        wait_before_backward_ends(self)
+        return inner.get_future()
 
 
 def _timed_wait(

@@ -6,7 +6,7 @@ The lists of lists in the schemas are a relic of several devices per process: th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ def _all_gather_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
     return Call(
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs),
         deliveries=_gathered([[t] for t in outputs]), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
-        equal_counts=len({t.numel() for t in outputs}) <= 1,
+        equal_counts=len({t.numel() for t in outputs}) <= 1, sizes_differ=_misfit([(len(outputs), len(group.ranks))]),
     )  # fmt: skip
 
 
@@ -108,7 +108,16 @@ def _all_gather_tensors(group: GroupState, native: Native, args: tuple[Any, ...]
     return Call(
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
         is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+        sizes_differ=_misfit((o.numel(), t.numel() * size) for o, t in zip(outputs, inputs, strict=True)),
     )  # fmt: skip
+
+
+def _misfit(pairs: Iterable[tuple[int, int]]) -> str | None:
+    """What to say of sizes (found, wanted) of which some are not equal."""
+    for found, wanted in pairs:
+        if found != wanted:
+            return f"a tensor has {found} elements and must have {wanted}"
+    return None
 
 
 def _rows(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
@@ -150,6 +159,7 @@ def _reduce_scatter_tensors(group: GroupState, native: Native, args: tuple[Any, 
     return Call(
         Op.REDUCE_SCATTER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
         reduce_op=_REDUCE_OPS[args[3].op()], is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
+        sizes_differ=_misfit((t.numel(), o.numel() * len(group.ranks)) for o, t in zip(outputs, inputs, strict=True)),
     )  # fmt: skip
 
 
@@ -187,7 +197,12 @@ def _all_to_all_tensor(group: GroupState, native: Native, args: tuple[Any, ...])
         send_bytes=[n * row_bytes for n in rows_in], splits_in=[n * per_row for n in rows_in],
         splits_out=[n * out_per_row for n in rows_out], is_async=_argument(args, 5, True), dtype=dtype_of([tensor]),
         equal_counts=not (splits_in or splits_out),
+        sizes_differ=_misfit([(sum(rows_in), _length(tensor)), (sum(rows_out), _length(output))]),
     )  # fmt: skip
+
+
+def _length(tensor: torch.Tensor) -> int:
+    return tensor.size(0) if tensor.dim() else 0
 
 
 def _barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:

@@ -40,6 +40,7 @@ class RankSpec:
     parts_dir: Path
     token: str
     environment: Mapping[str, str] = field(default_factory=dict)
+    unset: tuple[str, ...] = ()  # variables that the fork server has and the program must not see
     metadata: Mapping[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
     payloads: PayloadMode = PayloadMode.NONE

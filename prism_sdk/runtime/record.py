@@ -24,7 +24,7 @@ from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.tensors import Bytes, combine, deliver, deliver_combined
+from prism_sdk.runtime.tensors import Bytes, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork, outstanding_works
@@ -88,6 +88,7 @@ class RecordSeam(Seam):
         self.arena = Arena(spec.arena_fd, spec.rank)
         self._serial = 0
         self._told_step = -1
+        self._clock = 0  # logical time (Lamport), which orders messages that a receive from any source may take
 
     def install(self) -> None:
         from prism_sdk.runtime.store import install_rendezvous
@@ -103,6 +104,7 @@ class RecordSeam(Seam):
     # -- one operation ----------------------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Any:
+        call.check()
         posted = now_ns()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
@@ -123,7 +125,7 @@ class RecordSeam(Seam):
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
 
-        handle = PrismWork(complete, poll, call.outputs)
+        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
@@ -149,10 +151,11 @@ class RecordSeam(Seam):
             wanted = not call.is_reduction or self.spec.payloads is PayloadMode.FULL
             if keeps and wanted:
                 self.tracer.amend(unit, rows.PAYLOAD_IN, self.tracer.writer.add_payload(data.joined()))
+        self._clock += 1
         p2p = call.is_p2p
         size, group_rank = (1, 0) if p2p else (len(call.group.ranks), call.group.group_rank)
         self.conversation.tell(
-            ("post", key, size, group_rank, call.signature(), contribution, call.send_bytes, user_place())
+            ("post", key, size, group_rank, call.signature(), contribution, call.send_bytes, user_place(), self._clock)
         )
 
     def _place(self, data: Bytes) -> Contribution:
@@ -165,18 +168,21 @@ class RecordSeam(Seam):
     def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> None:
         if call.op is Op.SEND:
             return
-        kind, sources, extra, _ = self._ask(("wait", key, call.needs, call.root))
+        kind, sources, extra, clock, _ = self._ask(("wait", key, call.needs, call.root))
+        self._clock = max(self._clock, clock) + 1
         read_into = self._reader(sources, call, key)
         digest = None
         if kind == "combine":
             totals = combine(call, len(call.group.ranks), read_into)
-            deliver_combined(call, totals)
+            deliver_locally(call, totals)
             data = Bytes(totals)
             if keeps and call.op in (Op.ALL_REDUCE, Op.REDUCE):
                 digest = self.tracer.writer.add_payload(data.joined())
             self.conversation.tell(("combined", key, self._place(data), digest))
         elif call.needs != "none":
             deliver(call, read_into, lambda member: sources[member][1])
+        elif call.op is Op.SCATTER:  # the root's own part
+            deliver_locally(call, call.contribution)
         if call.peer is None and call.op is Op.RECV:
             key = extra
             source = call.group.ranks.index(key[2])

@@ -66,6 +66,8 @@ class LauncherStore(dist.Store):  # type: ignore[misc]
     def num_keys(self) -> int:
         return int(self._ask("num_keys"))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # the names under which C++ looks for them
+
     def list_keys(self) -> list[str]:
         return list(self._ask("list_keys"))
 

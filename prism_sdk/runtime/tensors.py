@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from prism_sdk.runtime.arena import tensor_memory
-from prism_sdk.runtime.calls import COMBINED, Call
+from prism_sdk.runtime.calls import Call
 from prismtrace.model import ReduceOp
 
 ReadInto = Callable[[int, int, memoryview], None]  # (member, offset in its contribution, destination)
@@ -104,13 +104,12 @@ def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequenc
             fill(tensor, lambda view, m=member, o=offset: read_into(m, o, view))  # type: ignore[misc]
 
 
-def deliver_combined(call: Call, totals: Sequence[torch.Tensor]) -> None:
-    """Fill the outputs of a reduction from `combine`'s result, without a detour through shared memory."""
-    joined = Bytes(totals).joined()
-    view = memoryview(joined)
+def deliver_locally(call: Call, source: Sequence[torch.Tensor]) -> None:
+    """Fill the outputs of `call` from one source at hand (`combine`'s result), without a detour through shared memory."""
+    data = Bytes(source)
+    view = memoryview(data.joined())
 
-    def read_into(source: int, offset: int, target: memoryview) -> None:
-        assert source == COMBINED
+    def read_into(_source: int, offset: int, target: memoryview) -> None:
         copy_bytes(target, view[offset : offset + len(target)])
 
     deliver(call, read_into, lambda member: ())

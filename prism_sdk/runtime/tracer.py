@@ -102,7 +102,7 @@ class Tracer:
         self._rows.append(
             [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
              int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
-             _ABSENT32 if peer is None else group.ranks[peer], ABSENT if call.tag is None else call.tag,
+             group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32, ABSENT if call.tag is None else call.tag,
              1 if call.is_async else 0, ABSENT, ABSENT, None, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
         return self._flushed + len(self._rows) - 1

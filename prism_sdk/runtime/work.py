@@ -9,6 +9,7 @@ futures may ask again); what it holds of the operation is dropped at once, or me
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,6 +21,19 @@ from torch._C._distributed_c10d import Work
 
 _live: dict[int, PrismWork] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
+_holding: list[PrismWork] = []  # finished ones that still hold their outputs
+_OWN_REFERENCES = 4  # to a handle, from _finished, _holding, the loop variable and getrefcount's argument
+
+
+def _let_go() -> None:
+    """Drop the outputs of finished handles that the script holds no more."""
+    kept = []
+    for work in _holding:
+        if sys.getrefcount(work) <= _OWN_REFERENCES:
+            work._held = None
+        else:
+            kept.append(work)
+    _holding[:] = kept
 
 
 def outstanding_works() -> list[PrismWork]:
@@ -31,12 +45,16 @@ class PrismWork(Work):  # type: ignore[misc]
     """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
 
     def __init__(
-        self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool], outputs: Sequence[torch.Tensor]
-    ) -> None:
+        self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
+        outputs: Sequence[torch.Tensor], *, is_async: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
+        _let_go()
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
         self._outputs = [weakref.ref(tensor) for tensor in outputs]
+        # as long as the script holds this handle, result() must have its tensors, as with torch's own handles
+        self._held: list[torch.Tensor] | None = list(outputs) if is_async else None
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
         self.source = -1  # group rank that a receive from any source was matched with
@@ -64,6 +82,7 @@ class PrismWork(Work):  # type: ignore[misc]
         self._complete = self._poll = None
         _live.pop(id(self), None)
         _finished.append(self)
+        _holding.append(self)
 
     def is_completed(self) -> bool:
         return self._poll is None or self._poll()
@@ -100,12 +119,21 @@ class PrismWork(Work):  # type: ignore[misc]
             self._future = _LazyFuture(self)
             if self._complete is None:
                 self._future.set_result(self.result())
-            else:
-                try:
-                    torch.autograd.Variable._execution_engine.queue_callback(self.wait)
-                except RuntimeError:
-                    self.wait()
+            elif not wait_before_backward_ends(self):
+                self.wait()
         return self._future
+
+
+def wait_before_backward_ends(work: PrismWork) -> bool:
+    """Queue the wait for the end of the running backward pass; False when no node of one is running now.
+
+    Not inside the engine's final callbacks: what is queued there runs after the callback, which may wait itself (DDP with
+    a static graph reduces and waits in one callback).
+    """
+    if torch._C._current_autograd_node() is None:
+        return False
+    torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+    return True
 
 
 class _LazyFuture(torch.futures.Future):  # type: ignore[misc]

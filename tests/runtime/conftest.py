@@ -1,0 +1,110 @@
+"""Runs `prism` as a user does, on small scripts, and looks after what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prismtrace import TraceReader
+
+SECONDS = 60.0  # no launch of these tests takes longer, or it hangs
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Bench:
+    """A folder, scripts in it, and commands run on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.output = folder / "out.prism"
+        self.mark = f"prism-test-{os.getpid()}-{time.monotonic_ns()}"
+        self._running: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        path = self.folder / name
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    def start(self, *words: str | Path, env: dict[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")}
+        process = subprocess.Popen(
+            [str(word) for word in words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.folder,
+            env={**environment, "BENCH_MARK": self.mark, **(env or {})}, **options,  # type: ignore[call-overload]
+        )  # fmt: skip
+        self._running.append(process)
+        return process
+
+    def prism(
+        self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = (), **more: object
+    ) -> subprocess.Popen[str]:
+        """Start a launch; `finish` waits for it."""
+        flags = [] if "-o" in options else ["-o", str(self.output)]
+        return self.start(
+            sys.executable, "-m", "prism_sdk.cli.main", mode, *flags, *options, "--", script, *arguments, **more
+        )  # type: ignore[arg-type]
+
+    def finish(self, process: subprocess.Popen[str], *, text: str | None = None) -> Ended:
+        out, err = process.communicate(text, timeout=SECONDS)
+        return Ended(process.returncode, out, err)
+
+    def run(self, mode: str, script: Path | str, *options: str, **more: object) -> Ended:
+        return self.finish(self.prism(mode, script, *options, **more))  # type: ignore[arg-type]
+
+    def metadata(self, path: Path | None = None) -> dict[str, str]:
+        with TraceReader(path or self.output) as reader:
+            return dict(reader.metadata)
+
+    def alive(self) -> dict[int, str]:
+        """Processes that descend from our commands, wherever they hang now: the environment gives them away."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            try:
+                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
+                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+        return found
+
+    def assert_nothing_left(self, *, within_s: float = 3.0) -> None:
+        deadline = time.monotonic() + within_s
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert self.alive() == {}
+
+    def wait_for(self, condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < deadline, "what was waited for did not happen"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+        for pid in self.alive():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.close()

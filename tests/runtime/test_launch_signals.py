@@ -1,0 +1,118 @@
+"""Ctrl-C, SIGTERM, SIGKILL: no process, no shared memory, no temporary file stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prismtrace import TraceReader
+
+pytestmark = pytest.mark.timeout(90)
+
+# trains for ever, with data loader workers and a child of its own in a session of its own
+SCRIPT = """
+    import pathlib, subprocess, sys, torch, torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    def main():
+        dist.init_process_group("gloo")
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+        loader = iter(DataLoader(torch.zeros(1_000_000, 4), num_workers=1))
+        step = 0
+        while True:
+            next(loader)
+            dist.all_reduce(torch.ones(20_000))
+            step += 1
+            if step == 20:
+                pathlib.Path(f"ready-{dist.get_rank()}").touch()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def _shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def _start(bench: Any, mode: str) -> Any:
+    script = bench.script(SCRIPT)
+    process = bench.prism(mode, script, "--nproc-per-node", "2", start_new_session=True)
+    bench.wait_for(lambda: len(list(Path(bench.folder).glob("ready-*"))) == 2)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "whole_group"),
+    [
+        ("record", signal.SIGINT, False),
+        ("record", signal.SIGINT, True),
+        ("record", signal.SIGTERM, False),
+        ("observe", signal.SIGINT, True),
+        ("observe", signal.SIGHUP, False),
+    ],
+)
+def test_an_interrupt_ends_everything_and_keeps_what_was_recorded(
+    bench: Any, mode: str, number: signal.Signals, whole_group: bool
+) -> None:
+    before = _shared_memory()
+    process = _start(bench, mode)
+    (os.killpg if whole_group else os.kill)(process.pid, number)
+    ended = bench.finish(process)
+    assert ended.code == 128 + number
+    assert f"interrupted by {number.name}" in ended.err
+    assert "Traceback" not in ended.err
+    bench.assert_nothing_left()
+    assert _shared_memory() <= before
+    assert not list(bench.folder.glob("*.parts"))
+    with TraceReader(bench.output) as reader:
+        assert reader.metadata["job.status"] == "aborted"
+        assert reader.num_units(0) > 20 and reader.num_units(1) > 20
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_takes_its_time(bench: Any) -> None:
+    script = bench.script("""
+    import pathlib, signal, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pathlib.Path("ready").touch()
+    while True:
+        time.sleep(1)
+    """)
+    process = bench.prism("observe", script)
+    bench.wait_for(lambda: (bench.folder / "ready").exists())
+    process.send_signal(signal.SIGINT)
+    with pytest.raises(TimeoutError):
+        _wait(process, 1.0)
+    process.send_signal(signal.SIGINT)
+    _wait(process, 2.5)  # less than the time that the first one gives
+    assert bench.finish(process).code == 130
+    bench.assert_nothing_left()
+
+
+def _wait(process: Any, seconds: float) -> None:
+    import subprocess
+
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError from None
+
+
+def test_a_killed_launcher_takes_everything_along_and_the_next_run_saves_its_shards(bench: Any) -> None:
+    before = _shared_memory()
+    process = _start(bench, "record")
+    process.kill()
+    process.communicate()
+    bench.assert_nothing_left(within_s=5.0)
+    assert _shared_memory() <= before
+    assert list(bench.folder.glob("out.prism.parts/rank-*.prism"))
+
+    ended = bench.run("record", bench.script("import torch", name="other.py"))
+    assert ended.code == 0
+    assert "a killed run had left shards" in ended.err
+    assert bench.metadata(bench.folder / "out.prism.recovered")["job.status"] == "aborted"
+    assert not list(bench.folder.glob("*.parts*"))

@@ -259,6 +259,7 @@ def contract(
     timing: Timing | None = None,
     initial_ns: Mapping[int, int] | None = None,
     prune: bool = True,
+    last_step: int | None = None,
 ) -> BoundaryPlan:
     """The boundary plan of a sandbox in a job.
 
@@ -267,6 +268,7 @@ def contract(
         sandbox_ranks: the ranks that will run the program; all others are virtual.
         timing: the weights; without it those of the graph's own columns.
         initial_ns: the clock at which a rank begins, after the job's origin (0 where not given).
+        last_step: the step that stands for those beyond the recording; absent: the last that has boundary operations.
         prune: drop dominated terms; the plan's results are the same without, only more terms are kept.
 
     Raises:
@@ -321,6 +323,9 @@ def contract(
     }
     for array in arrays.values():
         array.setflags(write=False)
+    if last_step is None:
+        last_step = int(arrays["step"].max()) if len(arrays["step"]) else -1
     return BoundaryPlan(
-        world_size=graph.world_size, sandbox_ranks=tuple(sorted(sandbox)), period_ns=period, **arrays
-    )
+        world_size=graph.world_size, sandbox_ranks=tuple(sorted(sandbox)), period_ns=period, last_step=last_step,
+        **arrays,
+    )  # fmt: skip

@@ -89,6 +89,8 @@ class BoundaryPlan:
     sandbox_ranks: tuple[int, ...]
     #: The length of a step where nothing better is known, for operations beyond the recorded steps.
     period_ns: int
+    #: The last whole step, which stands for all later ones; operations after it (a final barrier) have a higher step.
+    last_step: int
     kind: npt.NDArray[np.uint8]
     group_id: npt.NDArray[np.uint64]
     source_rank: npt.NDArray[np.int32]
@@ -105,11 +107,6 @@ class BoundaryPlan:
 
     def __len__(self) -> int:
         return len(self.kind)
-
-    @property
-    def last_step(self) -> int:
-        """The last recorded step that has boundary operations (-1 where there is none)."""
-        return int(self.step.max()) if len(self) else -1
 
     def stream(self, index: int) -> Stream:
         """The stream of an operation."""
@@ -217,7 +214,7 @@ class BoundaryPlan:
             at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         header = json.dumps(
             {"world_size": self.world_size, "sandbox_ranks": list(self.sandbox_ranks), "period_ns": self.period_ns,
-             "arrays": table, "num_bytes": at}
+             "last_step": self.last_step, "arrays": table, "num_bytes": at}
         ).encode()  # fmt: skip
         body = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNMENT) * _ALIGNMENT
         temporary = f"{os.fspath(path)}.tmp{os.getpid()}"
@@ -256,7 +253,7 @@ class BoundaryPlan:
                 at, count = header["arrays"][column]
                 arrays[column] = body[at : at + count * np.dtype(dtype).itemsize].view(dtype)
             return cls(world_size=header["world_size"], sandbox_ranks=tuple(header["sandbox_ranks"]),
-                       period_ns=header["period_ns"], **arrays)  # fmt: skip
+                       period_ns=header["period_ns"], last_step=header["last_step"], **arrays)  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableError(name, reason=str(error)) from error
 

@@ -5,25 +5,30 @@ Responsible for the life of a rank; what its communication does is the business 
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import contextlib
+import faulthandler
 import fcntl
 import os
 import random
-import runpy
 import signal
 import sys
 import threading
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.intercept import Interceptor, Seam
+from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
-from prismtrace import GraphKind
+from prismtrace import GraphKind, PrismTraceError, TraceWriteError
 
 _GRAPH_KINDS = {
     LaunchMode.OBSERVE: GraphKind.OBSERVED,
@@ -31,6 +36,7 @@ _GRAPH_KINDS = {
     LaunchMode.EMULATE: GraphKind.EMULATED,
 }
 _KILLED_BY_LAUNCHER = 143  # 128 + SIGTERM, as a shell reports it
+_HANDLER_S = 0.5  # how long the program's thread has to run its signal handler before another thread does it
 
 
 class Agent:
@@ -76,54 +82,71 @@ class Agent:
 
 def run_rank(spec: RankSpec) -> NoReturn:
     """Run the user's program as one rank in this freshly forked process, and end the process."""
-    agent: Agent | None = None
+    channel: wire.Channel | None = None
     code = 1
     try:
         if spec.cpus:
             os.sched_setaffinity(0, spec.cpus)
         os.environ.update(spec.environment)
+        for variable in spec.unset:
+            os.environ.pop(variable, None)
         if spec.silent or spec.stdout_to_stderr:
             os.dup2(os.open(os.devnull, os.O_WRONLY) if spec.silent else 2, 1)
         _separate_random_state(spec)
         channel = wire.connect(spec.token)
         channel.send(("hello", spec.rank, os.getpid()))
         agent = Agent(spec, channel)
+        if not faulthandler.is_enabled():
+            faulthandler.enable()  # a crash in native code shows where in the program it was
         _die_tidily(agent)
         agent.install()
         code = _run_program(spec, agent, channel)
-    except BaseException:
-        _report(spec, agent, traceback.format_exc())
+    except BaseException as error:
+        _tell(channel, ("finished", spec.rank, 1, traceback.format_exc(), {}, _cause(error)))
     finally:
         _leave(code)
 
 
 def _run_program(spec: RankSpec, agent: Agent, channel: wire.Channel) -> int:
-    code, status, error = 0, "complete", ""
+    code, status, text = 0, "complete", ""
+    cause: PrismError | None = None
     try:
-        run_target(spec)
+        run_program(spec.target, spec.arguments, is_module=spec.is_module)
     except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else (0 if exit_.code is None else 1)
-        if isinstance(exit_.code, str):
-            print(exit_.code, file=sys.stderr)
-        status, error = ("complete", "") if code == 0 else ("failed", f"the program exited with code {code}")
-    except BaseException:
-        code, status, error = 1, "failed", traceback.format_exc()
-    _run_exit_handlers()
-    agent.finish(status)
-    with contextlib.suppress(wire.ChannelClosed):
-        channel.send(("finished", spec.rank, code, error, agent.seam.summary()))
+        code = exit_code_of(exit_)
+        if code:
+            status, text = "failed", f"the program called sys.exit({exit_.code!r})"
+    except BaseException as error:
+        code, status, text, cause = 1, "failed", program_traceback(error), _cause(error)
+        run_excepthook(error)
+    run_exit_handlers()
+    try:
+        agent.finish(status)
+    except PrismTraceError as error:
+        code, cause = code or 1, cause or _cause(error)
+    _tell(channel, ("finished", spec.rank, code, text, agent.seam.summary(), cause))
     return code
 
 
-def run_target(spec: RankSpec) -> None:
-    """Run the script or module as `python script.py ARGS` would."""
-    sys.argv = [spec.target, *spec.arguments]
-    if spec.is_module:
-        sys.path[0] = os.getcwd()
-        runpy.run_module(spec.target, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = str(Path(spec.target).resolve().parent)
-        runpy.run_path(spec.target, run_name="__main__")
+def _cause(error: BaseException | None) -> PrismError | None:
+    """Prism's own error among what led to `error`: it explains more than the program's traceback."""
+    for _ in range(16):
+        if isinstance(error, TraceWriteError):
+            return OutputError(error.path or "the trace", reason=str(error))
+        if isinstance(error, PrismError) and not isinstance(error, wire.ChannelClosed):
+            return error
+        if error is None:
+            return None
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _tell(channel: wire.Channel | None, message: tuple[Any, ...]) -> None:
+    if channel is None:
+        print(f"prism: rank {message[1]} could not start:\n{message[3]}", file=sys.stderr)
+        return
+    with contextlib.suppress(wire.ChannelClosed):
+        channel.send(message)
 
 
 def _separate_random_state(spec: RankSpec) -> None:
@@ -142,27 +165,52 @@ def _die_tidily(agent: Agent) -> None:
     """On SIGTERM write out what was traced and end. A script that installs its own handler keeps it."""
 
     def handler(*_: Any) -> None:
-        agent.finish("aborted")
+        with contextlib.suppress(PrismTraceError):
+            agent.finish("aborted")
         os._exit(_KILLED_BY_LAUNCHER)
 
     signal.signal(signal.SIGTERM, handler)
+    _spare_children(handler)
+    if not agent.seam.replaces_backend:
+        _listen_beside(agent)
 
 
-def _report(spec: RankSpec, agent: Agent | None, text: str) -> None:
-    """Tell the launcher of a failure of our own; stderr serves when the launcher cannot be reached."""
-    if agent is not None and agent.channel is not None:
-        with contextlib.suppress(Exception):
-            agent.channel.send(("finished", spec.rank, 1, text, {}))
-            return
-    print(f"prism: rank {spec.rank} could not start:\n{text}", file=sys.stderr)
+def _spare_children(handler: Callable[..., None]) -> None:
+    """What the program forks (data loader workers) dies of SIGTERM as without us, also of one sent right after the fork."""
+    masks: list[set[int | signal.Signals]] = []
+
+    def before() -> None:
+        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
+
+    def in_parent() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    def in_child() -> None:
+        with contextlib.suppress(ValueError):  # forked by another thread than the program's first
+            if signal.getsignal(signal.SIGTERM) is handler:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
+
+    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
 
 
-def _run_exit_handlers() -> None:
-    """What the interpreter does at its end, in its order: threads, then atexit (data loaders clean up there)."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
+def _listen_beside(agent: Agent) -> None:
+    """A rank that waits inside gloo or NCCL runs no Python handler: a thread of ours then does the writing out."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+
+    def listen() -> None:
+        while signal.SIGTERM not in os.read(read_end, 64):
+            pass
+        time.sleep(_HANDLER_S)
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and not agent.tracer.finished:
+            with contextlib.suppress(Exception):
+                agent.finish("aborted")
+            os._exit(_KILLED_BY_LAUNCHER)
+
+    _thread.start_new_thread(listen, ())  # not a threading.Thread: the program counts its own threads only
 
 
 def _leave(code: int) -> NoReturn:
@@ -177,6 +225,8 @@ def _leave(code: int) -> NoReturn:
 
 def start_under_foreign_launcher(spec: RankSpec) -> Agent:
     """Observe this process, which torchrun, Slurm or another launcher started. The last rank to end merges the shards."""
+    for left in (_shard_of(spec), _mark_of(spec)):  # of a run that was killed, or of this one before a restart
+        left.unlink(missing_ok=True)
     agent = Agent(spec, None)
     agent.install()
     status = "complete"
@@ -186,24 +236,42 @@ def start_under_foreign_launcher(spec: RankSpec) -> Agent:
         status = "failed"
         previous(*details)
 
-    def at_exit() -> None:
-        if agent.interceptor.active:
-            agent.finish(status)
-            merge_when_last(spec)
+    def end(status: str) -> None:
+        if agent.interceptor.active and not agent.tracer.finished:
+            try:
+                agent.finish(status)
+                merge_when_last(spec, status)
+            except (PrismError, PrismTraceError, OSError) as error:
+                print(f"prism: rank {spec.rank}: the trace could not be written: {error}", file=sys.stderr)
+
+    def terminated(*_: Any) -> None:
+        end("aborted")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     previous, sys.excepthook = sys.excepthook, note_failure
-    atexit.register(at_exit)
+    atexit.register(lambda: end(status))
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)
     return agent
 
 
-def merge_when_last(spec: RankSpec) -> None:
+def _shard_of(spec: RankSpec) -> Path:
+    return spec.parts_dir / f"rank-{spec.rank:05d}.prism"
+
+
+def _mark_of(spec: RankSpec) -> Path:
+    return spec.parts_dir / f"rank-{spec.rank:05d}.done"
+
+
+def merge_when_last(spec: RankSpec, status: str) -> None:
     """Merge all shards into the output once every rank has finished its own; an exclusive lock makes one rank do it."""
     from prism_sdk.runtime.shards import merge_shards
 
     output = spec.parts_dir.with_suffix("")  # less ".parts"
-    (spec.parts_dir / f"rank-{spec.rank:05d}.done").touch()
+    _mark_of(spec).write_text(status)
     with (spec.parts_dir / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        done = sorted(spec.parts_dir.glob("rank-*.done"))
-        if len(done) == spec.world_size:
-            merge_shards(spec.parts_dir, output, {"job.status": "complete"})
+        done = {mark.read_text() for mark in spec.parts_dir.glob("rank-*.done")}
+        if len(list(spec.parts_dir.glob("rank-*.done"))) == spec.world_size:
+            merge_shards(spec.parts_dir, output, {"job.status": "complete" if done == {"complete"} else "aborted"})

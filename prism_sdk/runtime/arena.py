@@ -14,6 +14,8 @@ import ctypes
 import os
 from collections import defaultdict
 
+from prism_sdk.errors import RunError
+
 RANK_SPAN_BYTES = 1 << 40  # address space of one rank in the sparse file; pages exist only where written
 _ALIGN = 4096
 _IO_LIMIT = 1 << 30  # one pread/pwrite moves at most 2 GiB - 4 KiB on Linux
@@ -27,7 +29,14 @@ _KEEP_FREE_BYTES = 16 << 20  # free regions beyond this are given back to the sy
 def create_arena(world_size: int) -> int:
     """Create the shared file for `world_size` ranks; returns its descriptor (inheritable by fork)."""
     fd = os.memfd_create("prism-arena", 0)
-    os.ftruncate(fd, RANK_SPAN_BYTES * world_size)
+    try:
+        os.ftruncate(fd, RANK_SPAN_BYTES * world_size)
+    except OSError as error:
+        os.close(fd)
+        raise RunError(
+            f"the memory that ranks share cannot be set up: {error}",
+            hint="the file size limit of the shell counts for it too: ulimit -f unlimited",
+        ) from error
     return fd
 
 

@@ -37,17 +37,14 @@ class _Cursor:
     def __init__(self, script: Script) -> None:
         self.script = script
         self._position = 0
-        self.rounds = 0  # steps beyond the recorded ones
+        self.rounds = 0  # how often it went back to the beginning of the last whole step
+        self.stand_ins: list[tuple[Expected, Expected]] = []  # (met behind the last step, what it was of the step)
 
     def next(self, call: Call, file: str) -> tuple[Expected, int]:
         """The expectation that `call` meets, and by how many payloads its own have moved on."""
         script = self.script
         expected = script.expected
-        if self._position >= script.last_step_end and not self._meets(self._position, call):
-            # not what came after the last recorded step: the program trains on
-            if script.last_step_begin < script.last_step_end and self._meets(script.last_step_begin, call):
-                self._position = script.last_step_begin
-                self.rounds += 1
+        self._go_round(call)
         if not self._meets(self._position, call):
             found = describe(call)
             if self._position < len(expected):
@@ -60,8 +57,30 @@ class _Cursor:
             )
         one = expected[self._position]
         self._position += 1
-        span = len(script.sequence.items) - script.sequence.repeat_from
-        return one, self.rounds * span
+        return one, self.rounds * script.items_per_round
+
+    def _go_round(self, call: Call) -> None:
+        """Behind the last whole step, go back to it if the program trains on.
+
+        What was recorded behind it is the end of the job, but may be the beginning of a step as well (a loss that is
+        logged): as many operations as were met there are skipped in the step.
+        """
+        script = self.script
+        behind = self._position - script.last_step_end
+        if behind < 0 or script.last_step_begin == script.last_step_end:
+            return
+        if self._meets(self._position, call) and not (self.rounds and behind == 0):
+            return
+        if self._meets(script.last_step_begin + behind, call):
+            self._position = script.last_step_begin + behind
+            self.rounds += 1
+            for ordinal in range(behind):
+                met = script.expected[script.last_step_end + ordinal]
+                self.stand_ins.append((met, script.expected[script.last_step_begin + ordinal]))
+
+    def shift_of(self, one: Expected) -> int:
+        """By how many steps an operation lies beyond the recorded one that stands for it."""
+        return self.rounds if one.step == self.script.last_step else 0
 
     def _meets(self, position: int, call: Call) -> bool:
         if position >= len(self.script.expected):
@@ -148,9 +167,12 @@ class EmulateSeam(Seam):
             self.engine.start(self.tracer.first_ns)
         call.check()
         posted = now_ns()
-        seq = take_number(call)
-        unit = self.tracer.communication(call, posted, seq)
+        unit = self.tracer.communication(call, posted, take_number(call))
         one, moved = self.cursor.next(call, str(self.facts.graph))
+        while self.cursor.stand_ins:
+            met, meant = self.cursor.stand_ins.pop()
+            if met.stream is not None and meant.stream is not None:
+                self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
         if call.is_p2p and call.peer is None:
             call.peer = call.group.ranks.index(one.peer or 0)
             handle_source: int | None = call.peer
@@ -159,7 +181,7 @@ class EmulateSeam(Seam):
             handle_source = None
         if one.stream is None:
             return self._issue_real(call, unit, posted)
-        handle = self._post(call, one, moved, posted, seq)
+        handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
                          is_async=call.is_async)  # fmt: skip
         if handle_source is not None:
@@ -196,20 +218,16 @@ class EmulateSeam(Seam):
             return self._mesh.send(call.contribution, position, tag)
         return self._mesh.recv(call.outputs, position, tag)
 
-    def _post(self, call: Call, one: Expected, moved: int, posted: int, seq: int) -> tuple[int, int] | None:
-        assert one.stream is not None
-        return self.engine.post(one.stream, seq if seq >= 0 else one.seq, posted)
-
-    def _poller(self, handle: tuple[int, int] | None) -> Any:
-        return lambda: handle is None or now_ns() >= self.engine.completion(handle)
+    def _poller(self, handle: tuple[int, int]) -> Any:
+        return lambda: now_ns() >= self.engine.completion(handle)
 
     def _completer(
-        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int] | None
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]
     ) -> Any:
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             self._give_values(call, one, moved)
-            due = start if handle is None else self.engine.completion(handle)
+            due = self.engine.completion(handle)
             blocked = due > now_ns()
             late = self.session.hold_until(due)
             if blocked or not call.is_async:
@@ -303,7 +321,7 @@ class EmulateSeam(Seam):
             "prefetch_hits": counts.hits, "prefetch_misses": counts.misses, "prefetch_hit_bytes": counts.hit_bytes,
             "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
             "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
-            "steps_beyond_recorded": self.cursor.rounds, "reductions_compensated": self.num_deviating,
+            "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0), "reductions_compensated": self.num_deviating,
             "operations_without_values": self.num_without_values,
         }  # fmt: skip
 

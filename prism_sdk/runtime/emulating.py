@@ -103,7 +103,7 @@ def _prepare(
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     graph = JobGraph.load(times or graph_path)
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
-    plan = contract(graph, sandbox_ranks=sandbox, timing=timing)
+    plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
     report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
     for rank, script in scripts.items():

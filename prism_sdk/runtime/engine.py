@@ -91,15 +91,23 @@ class BoundaryEngine:
         return index + shift * len(self.plan)
 
     def post(
-        self, stream: Stream, seq: int, posted_ns: int, *, offset: int = SAME, num_bytes: int = 0
+        self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0, offset: int = SAME, num_bytes: int = 0
     ) -> tuple[int, int]:
-        """This rank has arrived at an operation; returns its handle (index in the plan, steps beyond the recorded ones)."""
-        index, shift = self.plan.find(stream, seq=seq)
+        """This rank has arrived at the recorded operation `seq` of a stream, or `shift` > 0 steps beyond, at its like.
+
+        Returns the operation's handle (index in the plan, steps beyond the recorded ones).
+        """
+        index, _ = self.plan.find(stream, seq=seq)
+        self._posts[index, shift] = posted_ns
         if self._board is not None:
             self._board.publish(self.row(index, shift), self._me, posted_ns, offset, num_bytes)
-        else:
-            self._posts[index, shift] = posted_ns
         return index, shift
+
+    def stand_in(self, met: Stream, met_seq: int, meant: Stream, meant_seq: int, *, shift: int) -> None:
+        """An operation that was met behind the last step turns out to be one of the step that began there."""
+        posted_ns = self._posts.get((self.plan.find(met, seq=met_seq)[0], 0))
+        if posted_ns is not None:
+            self.post(meant, meant_seq, posted_ns, shift=shift)
 
     def completion(self, handle: tuple[int, int]) -> int:
         """When the operation completes for this rank, in ns of the monotonic clock."""

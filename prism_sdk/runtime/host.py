@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -17,20 +18,22 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
+from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import RankSpec
 
-GRACE_S = 5.0  # between SIGTERM and SIGKILL
+GRACE_S = 5.0  # between SIGTERM and SIGKILL, as long as no rank ends; each rank that ends renews it
 _TICK_S = 0.1
-
-
-class Interrupted(RunError):
-    """The user pressed Ctrl-C, or the launcher was asked to end."""
-
+_FORKSERVER = """
+import sys
+if sys.path[0] == "":
+    sys.path.pop(0)
+from prism_sdk.runtime.forkserver import main
+sys.exit(main(sys.argv[1:]))
+"""
 
 @dataclass
 class RankProcess:
@@ -81,19 +84,23 @@ class RankHost:
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
+        interrupts: Interrupts | None = None,
     ) -> None:  # fmt: skip
+        self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
         self.ranks = {spec.rank: RankProcess(spec.rank) for spec in specs}
         self.policy = policy
         policy.host = self
-        self._report = report
+        self.report = report
         self._selector = selectors.DefaultSelector()
         self._server = wire.listen(token)
         self._failure: PrismError | None = None
-        self._interrupted: int | None = None
+        self._num_exited = 0
+        self._ooms_before = count_oom_kills()
         self._started_ns = time.monotonic_ns()
         self._last_status_ns = self._started_ns
         self._forkserver, self._control = _start_forkserver(environment, descriptors)
+        _allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
@@ -122,27 +129,20 @@ class RankHost:
         """Run until every rank has ended. Raises the first failure after all processes are gone."""
         self._selector.register(self._server, selectors.EVENT_READ, self._accept)
         self._selector.register(self._control, selectors.EVENT_READ, self._from_forkserver)
-        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            while self._failure is None and self._interrupted is None and not self._all_ended():
-                self._turn(_TICK_S)
-            self._settle_failure()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            self._end_processes()
-        if self._interrupted is not None:
-            raise Interrupted(
-                f"interrupted by {signal.Signals(self._interrupted).name}", hint="what was recorded so far is kept"
-            )
+        with self.interrupts if not self.interrupts.active else contextlib.nullcontext():
+            try:
+                while self._failure is None and self.interrupts.number is None and not self._all_ended():
+                    self._turn(_TICK_S)
+                self._settle_failure()
+            finally:
+                self._end_processes()
+        if self.interrupts.number is not None:
+            raise Interrupted(self.interrupts.number)
         if self._failure is not None:
             raise self._failure
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        self._interrupted = number
-
     def _all_ended(self) -> bool:
-        return all(process.exited for process in self.ranks.values())
+        return self._num_exited == len(self.ranks)
 
     def _turn(self, timeout_s: float) -> None:
         for key, events in self._selector.select(timeout_s):
@@ -156,7 +156,7 @@ class RankHost:
             self._last_status_ns = now
             text = self.policy.status()
             if text:
-                self._report(f"{(now - self._started_ns) / 1e9:6.1f} s  {text}")
+                self.report(f"{(now - self._started_ns) / 1e9:6.1f} s  {text}")
 
     def _accept(self) -> None:
         sock = wire.accept(self._server)
@@ -196,10 +196,10 @@ class RankHost:
             return
         for message in messages:
             if message[0] == "finished":
-                _, _, process.exit_code, process.error, process.summary = message
+                _, _, process.exit_code, process.error, process.summary, cause = message
                 process.finished = True
                 if process.exit_code:
-                    self.fail(_rank_failed(process))
+                    self.fail(cause or _rank_failed(process))
             else:
                 self.policy.message(process.rank, message)
 
@@ -229,9 +229,10 @@ class RankHost:
         while process.channel is not None and wire.wait_readable(process.channel.sock, 0.0):
             self._from_rank(process, selectors.EVENT_READ)  # what it said last
         process.exited = True
+        self._num_exited += 1
         if os.WIFSIGNALED(status):
             process.signal_number = os.WTERMSIG(status)
-            self.fail(_rank_killed(process))
+            self.fail(_rank_killed(process, count_oom_kills() - self._ooms_before))
         elif not process.finished:
             process.exit_code = os.WEXITSTATUS(status)
             # os._exit(0) in the script is its right; any other silent end is a failure
@@ -245,7 +246,7 @@ class RankHost:
             return
         deadline = time.monotonic() + 0.5
         first = self._failure
-        while time.monotonic() < deadline and self._interrupted is None:
+        while time.monotonic() < deadline and self.interrupts.number is None:
             self._failure = None
             self._turn(0.05)
             if isinstance(self._failure, RankKilledError):
@@ -253,20 +254,27 @@ class RankHost:
         self._failure = first
 
     def _end_processes(self) -> None:
+        """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""
         alive = [process for process in self.ranks.values() if process.pid and not process.exited]
         for process in alive:
             _kill(process.pid, signal.SIGTERM)
+        presses, num_exited = self.interrupts.count, self._num_exited
         deadline = time.monotonic() + GRACE_S
-        while not self._all_gone(alive) and time.monotonic() < deadline:
+        while not self._all_gone(alive) and time.monotonic() < deadline and self.interrupts.count == presses:
             with contextlib.suppress(PrismError):
                 for key, events in self._selector.select(0.05):
                     if isinstance(key.data, RankProcess):
                         self._drain(key.data, events)
                     elif key.data == self._from_forkserver:
                         self._from_forkserver()
+            if self._num_exited > num_exited:
+                num_exited, deadline = self._num_exited, time.monotonic() + GRACE_S
         for process in alive:
             if not process.exited:
                 _kill(process.pid, signal.SIGKILL)
+        if not alive:
+            with contextlib.suppress(wire.ChannelClosed):
+                self._control.send(("leave",))  # a program that ended well may leave processes behind
         self._control.close()
         try:
             self._forkserver.wait(GRACE_S)
@@ -298,6 +306,31 @@ def _kill(pid: int, number: int) -> None:
     for call in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             call(pid, number)
+            return  # the group has the rank in it, unless the rank was not far enough yet to have one
+
+
+def _allow_descriptors(num_ranks: int) -> None:
+    """One socket a rank; the fork server and the ranks keep the limit that the user set."""
+    needed = num_ranks + 128
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory: in this process's cgroup where it says so, else in all."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/vmstat") as file:
+            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/cgroup") as file:
+            path = next((line.rstrip()[3:] for line in file if line.startswith("0::")), "")
+        with open(f"/sys/fs/cgroup{path}/memory.events") as file:
+            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return total
 
 
 def _start_forkserver(
@@ -305,8 +338,9 @@ def _start_forkserver(
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
     """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers."""
     ours, theirs = socket.socketpair()
+    # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
     process = subprocess.Popen(
-        [sys.executable, "-m", "prism_sdk.runtime.forkserver", str(theirs.fileno())],
+        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno())],
         pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()
@@ -317,5 +351,8 @@ def _rank_failed(process: RankProcess) -> PrismError:
     return RankFailedError(process.rank, exit_code=process.exit_code or 1, traceback_text=process.error)
 
 
-def _rank_killed(process: RankProcess) -> PrismError:
-    return RankKilledError(process.rank, signal_number=process.signal_number or 0)
+def _rank_killed(process: RankProcess, num_ooms: int) -> PrismError:
+    error = RankKilledError(process.rank, signal_number=process.signal_number or 0)
+    if process.signal_number == signal.SIGKILL and num_ooms > 0:
+        error.hint = f"memory ran out: the kernel has killed {num_ooms} process(es) of this run. Use fewer ranks or --slots"
+    return error

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotF
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.host import Policy, RankHost
+from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 
@@ -107,7 +108,8 @@ def run_job(
         check_port(config, *master)
     arena_fd = create_arena(world_size) if config.mode is not LaunchMode.OBSERVE else -1
     facts = {**_metadata(config), **(metadata or {})}
-    with _parts(config.output, report) as parts:
+    with Interrupts() as interrupts, _parts(config.output, report) as shards:
+        parts = shards.folder
         specs = [
             _rank_spec(config, rank, position, parts, token, arena_fd, emulate, facts, len(ranks), master)
             for position, rank in enumerate(ranks)
@@ -115,7 +117,7 @@ def run_job(
         environment = _environment(config)
         error: PrismError | None = None
         host = RankHost(
-            specs, token=token, policy=policy, environment=environment, report=report,
+            specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
             descriptors=[*descriptors, *([arena_fd] if arena_fd >= 0 else [])],
         )  # fmt: skip
         try:
@@ -130,14 +132,20 @@ def run_job(
         for process in host.ranks.values():
             for key, value in process.summary.items():
                 closing[f"rank.{process.rank}.{key}"] = str(value)
+        kept = None
         try:
-            written = _merge(parts, config.output, {k: v for k, v in closing.items() if v})
-        except PrismError as failure:
-            error, written = error or failure, False  # the first failure is the one to name
+            if _merge(parts, config.output, {k: v for k, v in closing.items() if v}):
+                kept = f"what was recorded until then is in {config.output}"
+        except OutputError as failure:
+            error = error or failure  # the first failure is the one to name
+            if any(parts.glob("rank-*.prism")):
+                shards.keep = True
+                kept = f"the shards of the ranks are kept: prism merge {parts}/rank-*.prism -o FILE joins them"
+        if error is None and interrupts.number is not None:
+            error = Interrupted(interrupts.number)
     if error is not None:
-        if written:
-            error.hint = f"{error.hint}; " if error.hint else ""
-            error.hint += f"what was recorded until then is in {config.output}"
+        if kept:
+            error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
     wall_ns = time.monotonic_ns() - started
     report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
@@ -170,8 +178,16 @@ def _merge(parts: Path, output: Path, metadata: Mapping[str, str]) -> bool:
         raise OutputError(str(output), reason=str(error)) from error
 
 
+@dataclass
+class Shards:
+    """The folder for shards, and whether it outlives the launch because nothing else holds what was recorded."""
+
+    folder: Path
+    keep: bool = False
+
+
 @contextlib.contextmanager
-def _parts(output: Path, report: Report) -> Iterator[Path]:
+def _parts(output: Path, report: Report) -> Iterator[Shards]:
     """The folder for shards, held by a lock; what a killed run left there is saved beside the output first."""
     parts = parts_directory(output)
     try:
@@ -193,10 +209,12 @@ def _parts(output: Path, report: Report) -> Iterator[Path]:
                 shard.rename(stale / shard.name)
             _merge(stale, saved, {"job.status": "aborted"})
             report(f"a killed run had left shards of {output}: saved as {saved}")
+        shards = Shards(parts)
         try:
-            yield parts
+            yield shards
         finally:
-            shutil.rmtree(parts, ignore_errors=True)
+            if not shards.keep:
+                shutil.rmtree(parts, ignore_errors=True)
 
 
 def _rank_spec(
@@ -211,7 +229,7 @@ def _rank_spec(
         "LOCAL_WORLD_SIZE": config.nproc_per_node, "GROUP_RANK": rank // config.nproc_per_node,
         "GROUP_WORLD_SIZE": config.num_nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": config.world_size,
         "ROLE_NAME": "default", "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": config.rdzv_id or "none",
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1, "TORCHELASTIC_RUN_ID": config.rdzv_id or "none",
     }  # fmt: skip
     shown = config.local_ranks_filter
     return RankSpec(
@@ -221,16 +239,26 @@ def _rank_spec(
         cpus=_cpus(config, position, num_here), payloads=config.payloads or PayloadMode.FULL,
         steps=config.steps or StepRange(), arena_fd=arena_fd, emulate=emulate, plugins=config.plugins,
         adapters=config.adapters, stdout_to_stderr=config.json,
+        unset=() if "PYTHONHASHSEED" in os.environ else ("PYTHONHASHSEED",),
         silent=shown is not None and local_rank not in shown,
     )  # fmt: skip
 
 
 def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...] | None:
-    """One CPU for each rank where there are enough; else the system decides (a recording pins by slot)."""
-    available = sorted(os.sched_getaffinity(0))
-    if not config.pin or config.mode is LaunchMode.RECORD or num_here > len(available):
+    """An equal share of the CPUs for each rank where there is at least one; else the system decides.
+
+    A recording pins by slot.
+    """
+    if not config.pin or config.mode is LaunchMode.RECORD:
         return None
-    return (available[position],)
+    return cpu_share(position, num_here)
+
+
+def cpu_share(position: int, num_shares: int) -> tuple[int, ...] | None:
+    """The CPUs of one of `num_shares` equal shares of those that this process may use; None when there are too few."""
+    available = sorted(os.sched_getaffinity(0))
+    each = len(available) // num_shares
+    return tuple(available[position * each : (position + 1) * each]) or None
 
 
 def _master(config: LaunchConfig) -> tuple[str, int]:
@@ -261,11 +289,15 @@ def check_port(config: LaunchConfig, address: str, port: int) -> None:
 
 
 def _environment(config: LaunchConfig) -> dict[str, str]:
-    """Environment of the fork server: the user's, one computing thread a rank as torchrun sets it, repeatable hashes."""
+    """Environment of the fork server: the user's, and one computing thread a rank as torchrun sets it.
+
+    Hashes of texts are repeatable but where the job is only looked at.
+    """
     environment = {key: value for key, value in os.environ.items() if key != "PRISM_MODE"}
-    if config.world_size > 1:
+    if config.nproc_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    environment.setdefault("PYTHONHASHSEED", "0")
+    if config.mode is not LaunchMode.OBSERVE:
+        environment.setdefault("PYTHONHASHSEED", "0")
     return environment
 
 

@@ -60,6 +60,11 @@ class Script:
     sequence: PayloadSequence
     has_values: bool
 
+    @property
+    def items_per_round(self) -> int:
+        """Payloads from one pass through the last step to the next (with those of the operations that end the job)."""
+        return len(self.sequence.items) - self.sequence.repeat_from
+
     def save(self, path: Path) -> None:
         path.write_bytes(pickle.dumps(self))
 

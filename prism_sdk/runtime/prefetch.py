@@ -122,7 +122,7 @@ class Consumer:
             item = self._sequence.from_index(index)
             assert item is not None
             offset = -1
-            if self._ring.produced > index:
+            if self._ring.consumed <= index < self._ring.produced:
                 offset, num_bytes = self._ring.entry(index)
             if offset >= 0:
                 views.append(self._ring.data(offset, num_bytes))

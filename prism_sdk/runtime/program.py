@@ -2,8 +2,8 @@
 
 Responsible for `__main__`, `sys.argv`, `sys.path` and the order of things at the end; it knows nothing of tracing.
 
-runpy would do for the start, but it takes `__main__` away again when the program's last line has run, and exit handlers,
-threads and pickle still need it then.
+runpy would do for the start, but it takes `__main__` away again when the program's last line has run, and exit
+handlers, threads and pickle still need it then.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ def run_program(target: str, arguments: tuple[str, ...], *, is_module: bool) -> 
         return
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, str(Path(target).resolve().parent))
-    main.__dict__.update(__file__=target, __cached__=None)
-    with io.open_code(str(Path(target).absolute())) as file:
-        code = compile(file.read(), target, "exec")
+    path = os.path.abspath(target)
+    main.__dict__.update(__file__=path, __cached__=None)
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
     exec(code, main.__dict__)
 
 
@@ -52,8 +53,9 @@ def exit_code_of(exit_: SystemExit) -> int:
 
 
 def run_excepthook(error: BaseException) -> None:
-    """Call the program's own `sys.excepthook`; the plain one only prints what the launcher says anyway."""
-    if sys.excepthook is not sys.__excepthook__:
+    """Call the program's own `sys.excepthook`; the plain one and torch's only print what the launcher says anyway."""
+    hook = sys.excepthook
+    if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch."):
         with contextlib.suppress(BaseException):
             sys.excepthook(type(error), error, error.__traceback__)
 

@@ -33,6 +33,8 @@ def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str]) -> int:
             try:
                 prismtrace.recover(shard, recovered)
                 shards.append(recovered)
+            except prismtrace.TraceWriteError:
+                raise
             except prismtrace.PrismTraceError:
                 continue  # not even a header was written
     if shards:

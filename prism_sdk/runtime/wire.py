@@ -149,5 +149,6 @@ def connect(token: str) -> Channel:
 
 def wait_readable(sock: socket.socket, timeout_s: float) -> bool:
     """True when `sock` has something to read within `timeout_s` seconds."""
-    readable, _, _ = select.select([sock], [], [], timeout_s)
-    return bool(readable)
+    poll = select.poll()  # select() refuses descriptors from 1,024 up
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))

@@ -88,33 +88,50 @@ def test_an_exception_in_a_thread_is_no_failure(bench: Any) -> None:
     assert bench.metadata()["job.status"] == "complete"
 
 
-def test_a_full_disk_is_named_and_the_shards_stay(bench: Any) -> None:
+def test_a_disk_that_runs_full_while_recording_is_named(bench: Any) -> None:
+    """The rank limits the size of its files, which meets it at the same place as a full disk."""
+    script = bench.script("""
+    import resource, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    for step in range(50):
+        dist.all_reduce(torch.rand(2000))
+    """)
+    ended = bench.run("record", script, "--nproc-per-node", "2")
+    assert ended.code == 1
+    assert "rank-0000" in ended.err and "File too large" in ended.err
+    assert "Traceback" not in ended.err
+    with TraceReader(bench.output) as reader:
+        assert reader.metadata["job.status"] == "aborted"
+        assert "File too large" in reader.metadata["job.error"]
+        assert len(reader.groups) == 1
+    bench.assert_nothing_left()
+
+
+def test_shards_that_cannot_be_joined_stay_and_the_next_run_saves_them(bench: Any) -> None:
     script = bench.script("""
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
-    for step in range(50):
-        dist.all_reduce(torch.rand(8192))
+    for step in range(200):
+        dist.all_reduce(torch.rand(20))
     """)
+    assert bench.run("observe", script, "--nproc-per-node", "2").code == 0
+    limit = bench.output.stat().st_size * 3 // 4  # enough for each shard, not for both
+    bench.output.unlink()
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+    def restrict() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    process = bench.prism("record", script, "--nproc-per-node", "2", preexec_fn=limit)
-    ended = bench.finish(process)
+    ended = bench.finish(bench.prism("observe", script, "--nproc-per-node", "2", preexec_fn=restrict))
     assert ended.code == 1
-    assert "out.prism" in ended.err and "File too large" in ended.err
-    assert "Traceback" not in ended.err
-    kept = [bench.output] if bench.output.exists() else sorted(bench.folder.glob("out.prism.parts/rank-*.prism"))
-    assert kept
-    with TraceReader(kept[0], allow_unfinished=True) as reader:
-        assert reader.metadata["job.argv"]
-    if not bench.output.exists():
-        assert "prism merge" in ended.err
-        again = bench.run("record", script, "--nproc-per-node", "1")  # the next run saves them first
-        assert again.code == 0
-        assert "saved as" in again.err
-        assert (bench.folder / "out.prism.recovered").exists()
-    bench.assert_nothing_left()
+    assert "cannot write" in ended.err and "out.prism" in ended.err and "prism merge" in ended.err
+    assert not bench.output.exists()
+    assert len(list(bench.folder.glob("out.prism.parts/rank-*.prism"))) == 2
+
+    again = bench.run("observe", bench.script("import torch", name="other.py"))
+    assert again.code == 0 and "saved as" in again.err
+    with TraceReader(bench.folder / "out.prism.recovered") as reader:
+        assert reader.ranks == (0, 1)
 
 
 def test_what_is_missing_is_named_before_anything_starts(bench: Any) -> None:

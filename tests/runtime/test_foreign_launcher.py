@@ -1,0 +1,129 @@
+"""Observing under a launcher that is not Prism's, by environment variable, and a job over two nodes."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Any
+
+import pytest
+
+from prismtrace import GraphKind, TraceReader
+
+pytestmark = pytest.mark.timeout(120)
+
+SCRIPT = """
+    import os, sys, torch, torch.distributed as dist
+    from torch.utils.data import DataLoader
+
+    def main():
+        dist.init_process_group("gloo")
+        for batch in DataLoader(torch.zeros(8, 2), num_workers=1, batch_size=4):
+            dist.all_reduce(batch)
+        print("PRISM_MODE" in os.environ, dist.get_rank(), flush=True)
+        dist.destroy_process_group()
+
+    if __name__ == "__main__":
+        main()
+"""
+
+
+def _torchrun(bench: Any, script: Any, env: dict[str, str]) -> Any:
+    return bench.start(
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_port()), script,
+        env=env,
+    )  # fmt: skip
+
+
+def _port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def test_torchrun_with_the_variables_set_gives_a_whole_trace(bench: Any) -> None:
+    script = bench.script(SCRIPT)
+    parts = bench.folder / "x.prism.parts"
+    parts.mkdir()
+    for rank in (0, 1):  # what a run that was killed has left
+        (parts / f"rank-0000{rank}.prism").write_bytes(b"rest")
+        (parts / f"rank-0000{rank}.done").write_text("complete")
+    observed = _torchrun(bench, script, {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism"})
+    plain = _torchrun(bench, script, {})
+    ended = bench.finish(observed)
+    assert ended.code == 0, ended.err
+    assert "prism" not in ended.err
+    with TraceReader(bench.folder / "x.prism") as reader:
+        assert reader.graph_kind is GraphKind.OBSERVED
+        assert reader.ranks == (0, 1) and reader.world_size == 2
+        assert reader.metadata["job.status"] == "complete"
+        assert reader.num_units(0) == reader.num_units(1) >= 4
+    assert not parts.exists()
+    assert bench.finish(plain).code == 0
+    assert {path.name for path in bench.folder.glob("*.prism*")} == {"x.prism"}  # the plain run has written nothing
+
+
+def test_a_rank_that_fails_under_torchrun_leaves_an_aborted_trace(bench: Any) -> None:
+    script = bench.script("""
+    import time, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(2))
+    if dist.get_rank() == 1:
+        raise ValueError("a wrong turn")
+    time.sleep(60)  # torchrun ends it by SIGTERM
+    """)
+    ended = bench.finish(_torchrun(bench, script, {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism"}))
+    assert ended.code == 1 and "a wrong turn" in ended.err
+    with TraceReader(bench.folder / "x.prism") as reader:
+        assert reader.ranks == (0, 1)
+        assert reader.metadata["job.status"] == "aborted"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"PRISM_MODE": "observe", "RANK": "0", "WORLD_SIZE": "1"},  # no output
+        {"PRISM_MODE": "nonsense", "RANK": "0", "WORLD_SIZE": "1"},
+        {"PRISM_MODE": "record", "RANK": "0", "WORLD_SIZE": "1", "PRISM_OUTPUT": "x.prism"},
+        {"PRISM_MODE": "observe", "RANK": "0", "WORLD_SIZE": "1", "PRISM_OUTPUT": "/proc/no/x.prism"},
+        {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism"},  # no rank
+    ],
+)
+def test_no_error_of_ours_breaks_an_import_of_torch(bench: Any, env: dict[str, str]) -> None:
+    ended = bench.finish(bench.start(sys.executable, "-c", "import torch; print(torch.ones(1).item())", env=env))
+    assert (ended.code, ended.out) == (0, "1.0\n")
+    assert "Traceback" not in ended.err
+    assert ("not observing this process" in ended.err) == ("RANK" in env)
+
+
+def test_two_nodes_write_a_trace_each_and_merge_joins_them(bench: Any) -> None:
+    script = bench.script("""
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    assert value.item() == dist.get_world_size() == 4
+    assert os.environ["LOCAL_RANK"] == str(dist.get_rank() % 2) and os.environ["GROUP_RANK"] == str(dist.get_rank() // 2)
+    dist.destroy_process_group()
+    """)
+    port = str(_port())
+    nodes = [
+        bench.prism(
+            "observe", script, "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", node, "--master-port", port,
+            "--master-addr", "127.0.0.1", "-o", str(bench.folder / f"node{node}.prism"),
+        )
+        for node in "01"
+    ]  # fmt: skip
+    for process in nodes:
+        ended = bench.finish(process)
+        assert ended.code == 0, ended.err
+    joined = bench.folder / "job.prism"
+    merge = bench.start(
+        sys.executable, "-m", "prism_sdk.cli.main", "merge", bench.folder / "node0.prism", bench.folder / "node1.prism",
+        "-o", joined,
+    )  # fmt: skip
+    ended = bench.finish(merge)
+    assert ended.code == 0, ended.err
+    with TraceReader(joined) as reader:
+        assert reader.ranks == (0, 1, 2, 3) and reader.world_size == 4
+        assert len(reader.groups) == 1

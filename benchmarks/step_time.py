@@ -1,6 +1,6 @@
 """Compares the step time of real runs with that of emulations of one of their ranks, in interleaved repeats.
 
-    python benchmarks/step_time.py --ranks 8 --sandbox-cpus 2 --repeats 5 -- examples/train_fsdp2_gpt.py --steps 12
+    python benchmarks/step_time.py --ranks 8 --sandbox-cpus 2 --repeats 5 -- examples/train_fsdp2_gpt.py
 
 The real job has one CPU a rank; recording, calibration and emulation get `--sandbox-cpus` of the same CPUs.  Prints a
 table and, with --json, the figures.  The error of a repeat is the emulated mean step against the mean of all real runs.
@@ -9,6 +9,7 @@ table and, with --json, the figures.  The error of a repeat is the emulated mean
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -35,7 +36,7 @@ def step_times_ms(path: Path, rank: int, skip: int) -> list[float]:
     """Durations of the steps of `rank`, without the first `skip`."""
     with prismtrace.TraceReader(path) as reader:
         ends = reader.steps(rank).end_ns.tolist()
-    return [(b - a) / 1e6 for a, b in zip(ends, ends[1:], strict=False)][max(skip - 1, 0) :]
+    return [(b - a) / 1e6 for a, b in itertools.pairwise(ends)][max(skip - 1, 0) :]
 
 
 def losses(path: Path, rank: int) -> list[float]:
@@ -52,10 +53,13 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=2, help="steps at the start that do not count")
     parser.add_argument("--option", action="append", default=[], help="passed to calibrate as -O")
     parser.add_argument("--emulate-option", action="append", default=[], help="passed to emulate as -O")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each run (passed to the script)")
+    parser.add_argument("--record-steps", type=int, default=5, help="steps of the recording; its values serve the rest")
     parser.add_argument("--json", type=Path)
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     script = args.script[1:] if args.script[:1] == ["--"] else args.script
+    recorded, script = [*script, "--steps", str(args.record_steps)], [*script, "--steps", str(args.steps)]
     cpus = sorted(os.sched_getaffinity(0))
     real_cpus, few = cpus[: args.ranks], cpus[: args.sandbox_cpus]
     if len(real_cpus) < args.ranks:
@@ -65,13 +69,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         bare, graph = str(work / "bare.prism"), str(work / "graph.prism")
-        walls = {"record": run(few, "record", "--nproc-per-node", str(args.ranks), "-o", bare, "--", *script)}
+        walls = {"record": run(few, "record", "--nproc-per-node", str(args.ranks), "-o", bare, "--", *recorded)}
         walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
         real: list[list[float]] = []
         emulated: list[list[float]] = []
         for repeat in range(args.repeats):
             path = work / f"real{repeat}.prism"
-            walls["observe"] = run(real_cpus, "observe", "--nproc-per-node", str(args.ranks), "-o", str(path), "--", *script)
+            launch = ("--nproc-per-node", str(args.ranks), "-o", str(path))
+            walls["observe"] = run(real_cpus, "observe", *launch, "--", *script)
             real.append(step_times_ms(path, args.sandbox, args.skip))
             path = work / f"emulated{repeat}.prism"
             walls["emulate"] = run(
@@ -80,7 +85,8 @@ def main() -> None:
             )  # fmt: skip
             emulated.append(step_times_ms(path, args.sandbox, args.skip))
             print(f"repeat {repeat}: real {mean(real[-1]):.3f} ms, emulated {mean(emulated[-1]):.3f} ms", flush=True)
-        same = losses(work / "real0.prism", args.sandbox) == losses(work / "emulated0.prism", args.sandbox)
+        runs = [losses(work / f"{kind}0.prism", args.sandbox)[: args.record_steps] for kind in ("real", "emulated")]
+        loss_difference = max(abs(a - b) for a, b in zip(*runs, strict=True))
         with prismtrace.TraceReader(graph) as reader:
             predicted = float(reader.metadata.get("calibration.step_ns", "nan")) / 1e6
     real_means, emulated_means = [mean(r) for r in real], [mean(e) for e in emulated]
@@ -94,7 +100,7 @@ def main() -> None:
         "emulated_median_ms": [statistics.median(e) for e in emulated],
         "error_percent": errors, "mean_error_percent": 100 * (mean(emulated_means) / reference - 1),
         "worst_error_percent": max(errors, key=abs), "real_spread_percent": [min(spread), max(spread)],
-        "predicted_ms": predicted, "losses_equal": same, "wall_s": walls,
+        "predicted_ms": predicted, "largest_loss_difference": loss_difference, "wall_s": walls,
     }  # fmt: skip
     print(json.dumps(result, indent=1))
     if args.json:

@@ -93,6 +93,7 @@ def run_rank(spec: RankSpec) -> NoReturn:
         if spec.silent or spec.stdout_to_stderr:
             os.dup2(os.open(os.devnull, os.O_WRONLY) if spec.silent else 2, 1)
         _separate_random_state(spec)
+        _renew_thread_pool()
         channel = wire.connect(spec.token)
         channel.send(("hello", spec.rank, os.getpid()))
         agent = Agent(spec, channel)
@@ -147,6 +148,17 @@ def _tell(channel: wire.Channel | None, message: tuple[Any, ...]) -> None:
         return
     with contextlib.suppress(wire.ChannelClosed):
         channel.send(message)
+
+
+def _renew_thread_pool() -> None:
+    """Let torch replace the thread pool that did not survive the fork while this process has one thread.
+
+    It would do so at the next use, without a lock: the autograd engine's device threads start all at once and then fail
+    with "Invalid thread pool" (seen with torch 2.11 built for CUDA).
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _separate_random_state(spec: RankSpec) -> None:

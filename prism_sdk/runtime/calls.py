@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from prism_sdk.errors import UnsupportedError
 from prismtrace.model import DType, Op, ReduceOp
-
-if TYPE_CHECKING:
-    import torch
 
 COMBINED = -1  # source of a delivery: the reduced contributions of all members
 
@@ -94,6 +94,11 @@ class Call:
                 raise RuntimeError(f"{self.op.name.lower()}: invalid {what} rank {rank} in a group of {size}")
         if self.reduce_op is ReduceOp.PREMUL_SUM:
             raise RuntimeError("ReduceOp.PREMUL_SUM is not supported under Prism: its factor does not reach the operator")
+        tensors = [*self.contribution, *self.outputs]
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            raise UnsupportedError(f"{self.op.name.lower()} of sparse tensors", hint="make them dense first")
+        if self.reduce_op in _BITWISE and any(t.is_floating_point() or t.is_complex() for t in tensors):
+            raise RuntimeError(f"Cannot use ReduceOp.{self.reduce_op.name} with non-integral dtype")
         if self.op is Op.SEND and self.peer == self.group.group_rank:
             raise RuntimeError("send: a rank cannot send to itself")
         if self.sizes_differ is not None:
@@ -145,6 +150,7 @@ class Call:
         return (int(self.op), int(self.reduce_op), int(self.dtype), self.root, count)
 
 
+_BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
 _ROOT_GIVES = frozenset({Op.BROADCAST, Op.SCATTER})
 _ROOT_TAKES = frozenset({Op.REDUCE, Op.GATHER})

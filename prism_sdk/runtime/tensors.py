@@ -33,8 +33,10 @@ _FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, as a view that leaves its storage resizable."""
-    return tensor_memory(tensor.data_ptr(), tensor.nbytes)
+    """The bytes of a contiguous CPU tensor, as a view that keeps the tensor alive and leaves its storage resizable."""
+    view = tensor_memory(tensor.data_ptr(), tensor.nbytes)
+    view.obj.tensor = tensor  # type: ignore[attr-defined]  # the ctypes array behind the view
+    return view
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,11 +48,10 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Bytes:
-    """The bytes of some tensors one after the other, kept alive as long as this object."""
+    """The bytes of some tensors one after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._kept = [plain(tensor) for tensor in tensors if tensor.numel()]
-        self.views = [memory_of(tensor) for tensor in self._kept]
+        self.views = [memory_of(plain(tensor)) for tensor in tensors if tensor.numel()]
         self.num_bytes = sum(len(view) for view in self.views)
 
     def joined(self) -> memoryview | bytes:

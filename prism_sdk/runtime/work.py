@@ -4,12 +4,12 @@ Responsible for the life of a handle between C++ and Python; completing the oper
 
 C++ keeps only the C++ half of a Python `Work`: once the Python half is collected, `wait()` from C++ blocks for ever.  So
 a handle stays referenced here until it was waited for, and some thousand more after that (functional collectives and
-futures may ask again); what it holds of the operation is dropped at once, or memory would not be that of the real job.
+futures may ask again).  What it holds of the operation goes when it was waited for, its results when the program drops
+the handle, as with torch's own handles: else memory would not be that of the real job.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,19 +21,6 @@ from torch._C._distributed_c10d import Work
 
 _live: dict[int, PrismWork] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
-_holding: list[PrismWork] = []  # finished ones that still hold their outputs
-_OWN_REFERENCES = 4  # to a handle, from _finished, _holding, the loop variable and getrefcount's argument
-
-
-def _let_go() -> None:
-    """Drop the outputs of finished handles that the script holds no more."""
-    kept = []
-    for work in _holding:
-        if sys.getrefcount(work) <= _OWN_REFERENCES:
-            work._held = None
-        else:
-            kept.append(work)
-    _holding[:] = kept
 
 
 def outstanding_works() -> list[PrismWork]:
@@ -49,12 +36,11 @@ class PrismWork(Work):  # type: ignore[misc]
         outputs: Sequence[torch.Tensor], *, is_async: bool = True,
     ) -> None:  # fmt: skip
         super().__init__()
-        _let_go()
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
-        self._outputs = [weakref.ref(tensor) for tensor in outputs]
-        # as long as the script holds this handle, result() must have its tensors, as with torch's own handles
-        self._held: list[torch.Tensor] | None = list(outputs) if is_async else None
+        self._outputs = list(outputs)
+        self._is_async = is_async
+        self._is_orphan = False  # held by us alone, for the sake of C++
         self._future: torch.futures.Future[Any] | None = None
         self._error: BaseException | None = None
         self.source = -1  # group rank that a receive from any source was matched with
@@ -80,9 +66,16 @@ class PrismWork(Work):  # type: ignore[misc]
 
     def _release(self) -> None:
         self._complete = self._poll = None
+        if not self._is_async and self._future is None:
+            self._outputs = []  # nobody can ask for them
         _live.pop(id(self), None)
-        _finished.append(self)
-        _holding.append(self)
+
+    def __del__(self) -> None:
+        """Python has dropped the handle. C++ may not have: the bare Python half is brought back to life for it."""
+        if not self._is_orphan:
+            self._is_orphan = True
+            self._outputs, self._future = [], None
+            _finished.append(self)
 
     def is_completed(self) -> bool:
         return self._poll is None or self._poll()
@@ -100,7 +93,7 @@ class PrismWork(Work):  # type: ignore[misc]
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        return [tensor for reference in self._outputs if (tensor := reference()) is not None]
+        return list(self._outputs)
 
     def source_rank(self) -> int:
         return self.source

@@ -1,0 +1,83 @@
+"""How long a work handle keeps tensors: as long as the program holds the handle, no longer."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch._C._distributed_c10d import Work  # noqa: E402
+
+from prism_sdk.runtime.work import PrismWork, outstanding_works  # noqa: E402
+
+
+def watch(tensor: Any) -> Any:
+    """A function that says whether the tensor's storage is gone."""
+    return torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()).expired
+
+
+def handle(tensor: Any, *, error: Exception | None = None) -> PrismWork:
+    kept_by_the_operation = [tensor]
+
+    def complete(_timeout: Any) -> None:
+        assert kept_by_the_operation
+        if error is not None:
+            raise error
+
+    return PrismWork(complete, lambda: True, [tensor])
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Any:
+    """Nothing may depend on the cycle collector."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_the_tensor_lives_until_the_wait_though_nobody_holds_the_handle() -> None:
+    tensor = torch.ones(4)
+    is_gone = watch(tensor)
+    boxed = handle(tensor).boxed()
+    del tensor
+    assert not is_gone()
+    assert len(outstanding_works()) == 1
+    Work.unbox(boxed).wait()
+    assert is_gone()
+    assert outstanding_works() == []
+    Work.unbox(boxed).wait()  # C++ may ask again
+
+
+def test_result_is_there_as_long_as_the_program_holds_the_handle() -> None:
+    work = handle(torch.ones(4))
+    work.wait()
+    (result,) = work.result()
+    assert result.tolist() == [1.0] * 4
+    is_gone = watch(result)
+    del result
+    assert not is_gone()
+    del work
+    assert is_gone()
+
+
+def test_a_future_does_not_outlive_the_handle() -> None:
+    work = handle(torch.ones(4))
+    future = work.get_future()
+    is_gone = watch(future.value()[0])
+    del work
+    assert not is_gone()
+    del future
+    assert is_gone()
+
+
+def test_a_failed_wait_is_over_and_says_so_again() -> None:
+    work = handle(torch.ones(4), error=RuntimeError("lost a peer"))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="lost a peer"):
+            work.wait()
+    assert not work.is_success()
+    assert isinstance(work.exception(), RuntimeError)
+    assert outstanding_works() == []

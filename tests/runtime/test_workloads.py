@@ -1,0 +1,57 @@
+"""The example scripts under ``record``: losses as under plain gloo, and the same bits whatever the number of slots."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from prismtrace import TraceReader
+
+pytest.importorskip("torch")
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOLERANCE = 2e-4  # gloo sums in another order
+CASES = [
+    ("train_ddp.py", 2, ("--width", "64", "--layers", "2", "--batch", "16")),
+    ("train_ddp.py", 4, ("--width", "64", "--layers", "2", "--batch", "16")),
+    ("train_fsdp2_gpt.py", 4, ("--width", "64", "--layers", "2", "--batch", "2", "--context", "32")),
+    ("train_pipeline_1f1b.py", 2, ("--width", "64", "--layers", "1", "--context", "16", "--microbatches", "4")),
+    ("train_pipeline_1f1b.py", 4, ("--width", "64", "--layers", "1", "--context", "16", "--microbatches", "4")),
+    ("train_qwen3moe_fsdp2.py", 2, ("--width", "64", "--layers", "2", "--batch", "1", "--context", "32")),
+]
+
+pytestmark = [pytest.mark.slow]
+
+
+def losses(text: str) -> list[float]:
+    return [float(value) for value in re.findall(r"^step \d+ loss (\S+)$", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize(("script", "num_ranks", "options"), CASES, ids=[f"{c[0][6:-3]}-{c[1]}" for c in CASES])
+def test_recorded_losses(bench, tmp_path, script, num_ranks, options):  # type: ignore[no-untyped-def]
+    if "qwen" in script:
+        pytest.importorskip("transformers")
+    words = (str(EXAMPLES / script), *options, "--steps", "3", "--precise")
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))
+    reference = bench.finish(bench.start(*torchrun, *words, env=one_thread))
+    assert reference.code == 0, reference.err
+    wanted = losses(reference.out)
+    assert len(wanted) == 3, reference.out
+
+    found = {}
+    for num_slots in (1, 2):
+        output = tmp_path / f"{num_slots}.prism"
+        ended = bench.run(
+            "record", words[0], "--nproc-per-node", str(num_ranks), "--slots", str(num_slots), "-q", "-o", str(output),
+            arguments=words[1:], env=one_thread,
+        )  # fmt: skip
+        assert ended.code == 0, ended.err
+        found[num_slots] = losses(ended.out)
+        with TraceReader(output) as trace:
+            assert len(trace.steps(0)) == 3
+    assert found[1] == found[2]
+    assert found[1] == pytest.approx(wanted, abs=TOLERANCE, rel=TOLERANCE)

@@ -29,7 +29,7 @@ from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.statistics import Interval, median_known, percentile_interval
 from prism_sdk.graph.timing import Schedule, Timing, schedule
-from prismtrace import ABSENT, UnitKind
+from prismtrace import ABSENT, Phase, UnitKind
 
 __all__ = ["Calibration", "Measurement", "measure", "merge_slices", "predict_step_time", "relative_change",
            "step_time_ns"]  # fmt: skip
@@ -282,8 +282,19 @@ def _merge(
 
 
 def step_time_ns(timeline: Schedule) -> float:
-    """The predicted step time: the mean over ranks and steps, the first step left out where there are more."""
-    times = np.concatenate([timeline.step_times_ns(rank)[1] for rank in timeline.graph.ranks])
+    """The predicted step time: the mean over ranks and whole steps, the first step left out where there are more.
+
+    A step is whole where the rank ran its optimizer; what comes after the last optimizer step is the end of the job.
+    """
+    graph = timeline.graph
+    is_optimizer = graph.columns["phase"] == Phase.OPTIMIZER
+    found = []
+    for rank in graph.ranks:
+        steps, times = timeline.step_times_ns(rank)
+        rows = graph.rows(rank)
+        whole = np.unique(graph.columns["step"][rows][is_optimizer[rows]])
+        found.append(times[np.isin(steps, whole)] if len(whole) else times)
+    times = np.concatenate(found)
     return float(times.mean()) if len(times) else float(timeline.end_of_job_ns)
 
 

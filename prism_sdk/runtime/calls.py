@@ -93,10 +93,10 @@ class Call:
             if rank is not None and not 0 <= rank < size:
                 raise RuntimeError(f"{self.op.name.lower()}: invalid {what} rank {rank} in a group of {size}")
         if self.reduce_op is ReduceOp.PREMUL_SUM:
-            raise RuntimeError("ReduceOp.PREMUL_SUM is not supported under Prism: its factor does not reach the operator")
+            if self.group.backend == "gloo":
+                raise RuntimeError("Cannot use ReduceOp.PREMUL_SUM with Gloo")
+            raise UnsupportedError("ReduceOp.PREMUL_SUM: its factor does not reach the operator", hint="scale, then sum")
         tensors = [*self.contribution, *self.outputs]
-        if any(tensor.layout is not torch.strided for tensor in tensors):
-            raise UnsupportedError(f"{self.op.name.lower()} of sparse tensors", hint="make them dense first")
         if self.reduce_op in _BITWISE and any(t.is_floating_point() or t.is_complex() for t in tensors):
             raise RuntimeError(f"Cannot use ReduceOp.{self.reduce_op.name} with non-integral dtype")
         if self.op is Op.SEND and self.peer == self.group.group_rank:

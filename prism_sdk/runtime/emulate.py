@@ -24,7 +24,7 @@ from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number,
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing
-from prism_sdk.runtime.tensors import Bytes, deliver, fill, memory_of, plain
+from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
@@ -182,6 +182,8 @@ class EmulateSeam(Seam):
         if one.stream is None:
             return self._issue_real(call, unit, posted)
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
+        if one.sources:
+            self.pool.announce(one.first_item + moved)
         work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
                          is_async=call.is_async)  # fmt: skip
         if handle_source is not None:
@@ -219,7 +221,7 @@ class EmulateSeam(Seam):
         return self._mesh.recv(call.outputs, position, tag)
 
     def _poller(self, handle: tuple[int, int]) -> Any:
-        return lambda: now_ns() >= self.engine.completion(handle)
+        return lambda: self.engine.is_complete(handle, now_ns())
 
     def _completer(
         self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]
@@ -240,8 +242,10 @@ class EmulateSeam(Seam):
 
     def _give_values(self, call: Call, one: Expected, moved: int) -> None:
         if not one.sources:
-            if call.deliveries or call.receive_tensors:
-                self._deliver_own(call)
+            if call.op is Op.SCATTER and call.group.group_rank == call.root:
+                deliver_locally(call, call.contribution)
+            elif call.deliveries or call.receive_tensors:
+                self.num_without_values += 1  # no values were recorded: the outputs stay as they are
             return
         first = one.first_item + moved
         views = self.pool.take(first, len(one.sources))
@@ -250,11 +254,7 @@ class EmulateSeam(Seam):
             self._give_reduction(call, by_source)
         else:
             self._give_members(call, one, by_source)
-        self.pool.release(first + len(one.sources))
-
-    def _deliver_own(self, call: Call) -> None:
-        """No values were recorded: only this rank's own part is right, and the run says so."""
-        self.num_without_values += 1
+        self.pool.release(first, len(one.sources))
 
     def _give_members(self, call: Call, one: Expected, by_source: dict[int, memoryview]) -> None:
         own = Bytes(call.contribution) if call.has_contribution else None
@@ -274,15 +274,18 @@ class EmulateSeam(Seam):
         rank contributes now costs one tensor in place of n - 1 (the leftmost virtual rank's compensation).
         """
         position = 0
-        result = by_source[COMBINED]
+        result, recorded = by_source[COMBINED], by_source.get(OWN)
+        # before anything is filled: outputs may be the contribution itself
+        live = None if recorded is None or self._is_same(call, recorded) else Bytes(call.contribution)
+        joined = None if live is None else memoryview(live.joined())
         for delivery in call.deliveries:
             size = delivery.tensor.nbytes
             part = result[position : position + size]
-            recorded = by_source.get(OWN)
-            if recorded is None or self._is_same(call, recorded):
+            if joined is None or recorded is None:
                 fill(delivery.tensor, lambda view, p=part: _copy(view, p))  # type: ignore[misc]
             else:
-                self._compensate(call, delivery.tensor, part, recorded, delivery.offset_bytes)
+                span = slice(delivery.offset_bytes, delivery.offset_bytes + size)
+                _compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])
             position += size
 
     def _is_same(self, call: Call, recorded: memoryview) -> bool:
@@ -295,21 +298,6 @@ class EmulateSeam(Seam):
                 return False
             position += size
         return True
-
-    def _compensate(
-        self, call: Call, output: torch.Tensor, result: memoryview, recorded: memoryview, offset: int
-    ) -> None:
-        if call.reduce_op not in (ReduceOp.SUM, ReduceOp.AVG) or not output.is_floating_point():
-            fill(output, lambda view: _copy(view, result))
-            return
-        size = output.nbytes
-        live = memoryview(Bytes(call.contribution).joined())[offset : offset + size]
-        total = _tensor(result, output)
-        change = _tensor(live, output).sub_(_tensor(recorded[offset : offset + size], output))
-        if call.reduce_op is ReduceOp.AVG:
-            change.div_(len(call.group.ranks))
-        with torch.no_grad():
-            output.detach().copy_(total.add_(change).view(output.shape))
 
     def finish(self, status: str) -> None:
         self.session.close()
@@ -340,6 +328,24 @@ def _copy(target: memoryview, source: memoryview) -> None:
     target[:] = source
 
 
+def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: memoryview, now: memoryview) -> None:
+    """Put the recorded result into `output`, less what this rank contributed `then` and with what it contributes `now`.
+
+    Products and bitwise reductions stay as recorded: their results do not say what the virtual members contributed.
+    """
+    total, live = _tensor(result, output), _tensor(now, output)
+    if call.reduce_op is ReduceOp.SUM and output.dtype is not torch.bool:
+        total.add_(live.sub_(_tensor(then, output)))
+    elif call.reduce_op is ReduceOp.AVG and (output.is_floating_point() or output.is_complex()):
+        total.add_(live.sub_(_tensor(then, output)).div_(len(call.group.ranks)))
+    elif call.reduce_op is ReduceOp.MAX:
+        total = torch.maximum(total, live)
+    elif call.reduce_op is ReduceOp.MIN:
+        total = torch.minimum(total, live)
+    with torch.no_grad():
+        output.detach().copy_(total.view(output.shape))
+
+
 def memory_differs(a: memoryview, b: memoryview) -> bool:
     """Whether two pieces of memory differ, compared in one pass without a copy."""
     count = len(a)
@@ -354,5 +360,3 @@ def memory_differs(a: memoryview, b: memoryview) -> bool:
 
 def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:
     return torch.frombuffer(bytearray(view), dtype=like.dtype)
-
-

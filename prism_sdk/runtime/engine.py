@@ -43,14 +43,16 @@ class PostBoard:
 
     def entry(self, row: int, member: int) -> tuple[int, int, int]:
         """What a member published at an operation; waits until it is there."""
-        position = _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size
+        self._wait(lambda: self._read(row, member)[0], f"sandbox member {member} at boundary operation {row}")
+        return self._read(row, member)
 
-        def read() -> tuple[int, int, int]:
-            raw = os.pread(self._fd, _ENTRY.size, position)
-            return _ENTRY.unpack(raw) if len(raw) == _ENTRY.size else (0, 0, 0)
+    def has(self, row: int, member: int) -> bool:
+        """Whether a member has published its post at an operation."""
+        return self._read(row, member)[0] != 0
 
-        self._wait(lambda: read()[0], f"sandbox member {member} at boundary operation {row}")
-        return read()
+    def _read(self, row: int, member: int) -> tuple[int, int, int]:
+        raw = os.pread(self._fd, _ENTRY.size, _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size)
+        return _ENTRY.unpack(raw) if len(raw) == _ENTRY.size else (0, 0, 0)
 
     def _wait(self, read: Callable[[], int], what: str) -> int:
         started = time.monotonic_ns()
@@ -110,14 +112,23 @@ class BoundaryEngine:
             self.post(meant, meant_seq, posted_ns, shift=shift)
 
     def completion(self, handle: tuple[int, int]) -> int:
-        """When the operation completes for this rank, in ns of the monotonic clock."""
+        """When the operation completes for this rank, in ns of the monotonic clock; waits for posts of other ranks."""
         arrival = self._arrival(handle)
+        assert arrival is not None
+        return arrival + self._transfer(handle)
+
+    def is_complete(self, handle: tuple[int, int], now_ns: int) -> bool:
+        """Whether the operation has completed by `now_ns`; False while posts are missing, this rank's own among them."""
+        arrival = self._arrival(handle, wait=False)
+        return arrival is not None and now_ns >= arrival + self._transfer(handle)
+
+    def _transfer(self, handle: tuple[int, int]) -> int:
         for rank, transfer in self.plan.members(handle[0]):
             if rank == self.rank:
-                return arrival + transfer
+                return transfer
         raise RunError(f"rank {self.rank} is no member of boundary operation {handle[0]}", rank=self.rank)
 
-    def _arrival(self, handle: tuple[int, int]) -> int:
+    def _arrival(self, handle: tuple[int, int], *, wait: bool = True) -> int | None:
         known = self._arrivals.get(handle)
         if known is not None:
             return known
@@ -129,7 +140,9 @@ class BoundaryEngine:
             if open_:
                 stack += open_
                 continue
-            arrival = self._last_post(at)
+            arrival = self._last_post(at, wait=wait)
+            if arrival is None:
+                return None
             for source, shift, weight in terms:
                 base = self._origin_ns if source == START else self._arrivals[source, shift]
                 arrival = max(arrival, base + weight)
@@ -141,9 +154,11 @@ class BoundaryEngine:
                 self._posts.pop(key, None)
         return self._arrivals[handle]
 
-    def _last_post(self, handle: tuple[int, int]) -> int:
+    def _last_post(self, handle: tuple[int, int], *, wait: bool) -> int | None:
         if self._board is None:
-            return self._posts.get(handle, 0)
+            return self._posts.get(handle, 0 if wait else None)
         row = self.row(*handle)
-        posts = [self._board.entry(row, self._members.index(rank))[0] for rank, _ in self.plan.members(handle[0])]
-        return max(posts, default=0)
+        members = [self._members.index(rank) for rank, _ in self.plan.members(handle[0])]
+        if not wait and not all(self._board.has(row, member) for member in members):
+            return None
+        return max((self._board.entry(row, member)[0] for member in members), default=0)

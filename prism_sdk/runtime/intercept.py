@@ -21,11 +21,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d
 
+from prism_sdk.errors import UnsupportedError
 from prism_sdk.runtime.calls import Call, GroupState, stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
 
-_DISPATCH_KEYS = ("CPU", "CUDA")
+_DISPATCH_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
 
 
 class Seam(ABC):
@@ -79,6 +80,8 @@ class Interceptor:
             for name in OPERATORS:
                 self._replace(name)
         self._follow_groups()
+        if self.seam.replaces_backend:
+            self._answer_for_backend()
 
     def _replace(self, name: str) -> None:
         try:
@@ -91,9 +94,10 @@ class Interceptor:
         for key in _DISPATCH_KEYS:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
                 continue
-            self._library.impl(name, self._make_kernel(name, group_index, num_returns), key, allow_override=True)
+            kernel = self._make_kernel(name, group_index, num_returns, is_sparse=key.startswith("Sparse"))
+            self._library.impl(name, kernel, key, allow_override=True)
 
-    def _make_kernel(self, name: str, group_index: int, num_returns: int) -> Callable[..., Any]:
+    def _make_kernel(self, name: str, group_index: int, num_returns: int, *, is_sparse: bool) -> Callable[..., Any]:
         parse, run_native = OPERATORS[name], NATIVES[name]
         seam = self.seam
 
@@ -104,7 +108,10 @@ class Interceptor:
                 return run_native(process_group._get_backend(device_of(args)), args)
 
             call = None
-            if self.active:
+            if is_sparse:  # never traced: what travels is not what the operator says
+                if seam.replaces_backend:
+                    raise UnsupportedError(f"{name.rstrip('_')} of sparse tensors", hint="make them dense first")
+            elif self.active:
                 try:
                     call = parse(self.group_of(process_group), native, args)
                 except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
@@ -143,6 +150,21 @@ class Interceptor:
         self.seam.group_created(state)
         return state
 
+    def _answer_for_backend(self) -> None:
+        """What a group says of itself must not depend on the backend that we put under it."""
+        own_name = ProcessGroup.name
+
+        def name(group: ProcessGroup) -> str:
+            state = self.groups.get(group.group_name)
+            is_plain = state is not None and state.backend.isalnum() and state.backend != "undefined"
+            return state.backend if state is not None and is_plain else str(own_name(group))
+
+        def sequence_number(group: ProcessGroup) -> int:
+            return self.group_of(group).next_seq
+
+        ProcessGroup.name = name  # type: ignore[method-assign,assignment]
+        ProcessGroup._get_sequence_number_for_group = sequence_number  # type: ignore[attr-defined]
+
     def _follow_groups(self) -> None:
         """Wrap the one function through which every process group of torch.distributed is made."""
         original = distributed_c10d._new_process_group_helper
@@ -160,13 +182,14 @@ class Interceptor:
             replaced = self.seam.replaces_backend and not self.seam.keeps_real_backend(ranks)
             requested = dist.Backend(backend) if backend else dist.Backend("undefined")
             if replaced:
-                backend, kwargs = _fake_backend(requested), {**kwargs, "backend_options": None, "device_id": None}
+                backend, kwargs = _fake_backends(requested), {**kwargs, "backend_options": None, "device_id": None}
                 args = (None, *args[1:]) if args else args  # backend_options may come by position
             group, prefix_store = original(
                 group_size, group_rank, global_ranks_in_group, backend, store, group_name, *args, **kwargs
             )
             if group is not dist.GroupMember.NON_GROUP_MEMBER:
                 if replaced:
+                    group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
                     distributed_c10d._world.pg_map[group] = (requested, prefix_store)
                     distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(requested))
                 self._register(group, ranks, str(requested))
@@ -199,8 +222,9 @@ def _never_destroy(group: ProcessGroup) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _fake_backend(requested: str) -> str:
-    """The fake backend for every device; importing the module registers it."""
+def _fake_backends(requested: str) -> str:
+    """The fake backend for the CPU and every device that the requested one serves; importing the module registers it."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
-    return str(dist.Backend.FAKE)
+    devices = {"cpu": "", **distributed_c10d.BackendConfig(dist.Backend(requested)).get_device_backend_map()}
+    return ",".join(f"{device}:{dist.Backend.FAKE}" for device in devices)

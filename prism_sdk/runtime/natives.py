@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
+from prism_sdk.errors import UnsupportedError
+
 _REDUCE_OPS = (
     dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX,
     dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR,
@@ -36,19 +38,21 @@ def _options(kind: Any, args: tuple[Any, ...], async_index: int, **values: Any) 
     return options
 
 
-def _reduce_op(boxed: Any) -> Any:
+def _reduce_op(backend: Any, boxed: Any) -> Any:
     code = boxed.op()
     if code >= len(_REDUCE_OPS):
-        raise RuntimeError("ReduceOp.PREMUL_SUM is not supported under Prism: its factor does not reach the operator")
+        if backend.name() == "gloo":
+            raise RuntimeError("Cannot use ReduceOp.PREMUL_SUM with Gloo")
+        raise UnsupportedError("ReduceOp.PREMUL_SUM: its factor does not reach the operator", hint="scale, then sum")
     return _REDUCE_OPS[code]
 
 
 def _all_reduce(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend.allreduce(a[0], _options(c10d.AllreduceOptions, a, 4, reduceOp=_reduce_op(a[2])))
+    return backend.allreduce(a[0], _options(c10d.AllreduceOptions, a, 4, reduceOp=_reduce_op(backend, a[2])))
 
 
 def _all_reduce_coalesced(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend.allreduce_coalesced(a[0], _options(c10d.AllreduceCoalescedOptions, a, 3, reduceOp=_reduce_op(a[2])))
+    return backend.allreduce_coalesced(a[0], _options(c10d.AllreduceCoalescedOptions, a, 3, reduceOp=_reduce_op(backend, a[2])))
 
 
 def _broadcast(backend: Any, a: tuple[Any, ...]) -> Any:
@@ -56,16 +60,16 @@ def _broadcast(backend: Any, a: tuple[Any, ...]) -> Any:
 
 
 def _reduce(backend: Any, a: tuple[Any, ...]) -> Any:
-    options = _options(c10d.ReduceOptions, a, 5, reduceOp=_reduce_op(a[2]), rootRank=a[3], rootTensor=a[4])
+    options = _options(c10d.ReduceOptions, a, 5, reduceOp=_reduce_op(backend, a[2]), rootRank=a[3], rootTensor=a[4])
     return backend.reduce(a[0], options)
 
 
 def _reduce_scatter_base(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend._reduce_scatter_base(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(a[3])))
+    return backend._reduce_scatter_base(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3])))
 
 
 def _reduce_scatter(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend.reduce_scatter(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(a[3])))
+    return backend.reduce_scatter(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3])))
 
 
 def _each(method: Native) -> Native:

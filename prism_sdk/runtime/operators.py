@@ -82,7 +82,7 @@ def _all_gather_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
     return Call(
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs),
         deliveries=_gathered([[t] for t in outputs]), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
-        equal_counts=len({t.numel() for t in outputs}) <= 1, sizes_differ=_misfit([(len(outputs), len(group.ranks))]),
+        equal_counts=len({t.numel() for t in outputs}) <= 1, sizes_differ=_list_misfit(outputs, group),
     )  # fmt: skip
 
 
@@ -120,6 +120,13 @@ def _misfit(pairs: Iterable[tuple[int, int]]) -> str | None:
     return None
 
 
+def _list_misfit(tensors: Sequence[torch.Tensor], group: GroupState) -> str | None:
+    """What to say of a list that must have one tensor for each member."""
+    if len(tensors) == len(group.ranks):
+        return None
+    return f"a list has {len(tensors)} tensors and must have {len(group.ranks)}, one for each rank of the group"
+
+
 def _rows(tensor: torch.Tensor, size: int) -> Sequence[torch.Tensor]:
     """Split a non-contiguous tensor along its first dimension, keeping views."""
     return tensor.chunk(size, dim=0)
@@ -132,18 +139,19 @@ def _gather(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
     return Call(
         Op.GATHER, group, native, contribution=list(inputs), outputs=gathered,
         deliveries=_gathered([[t] for t in gathered]), root=root, is_async=_argument(args, 4, True),
-        dtype=dtype_of(inputs),
+        dtype=dtype_of(inputs), sizes_differ=_list_misfit(gathered, group) if mine else None,
     )  # fmt: skip
 
 
 def _scatter(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
     outputs, inputs, root = args[0], args[1], args[3]
     mine = group.group_rank == root
+    pieces = list(inputs[0]) if mine and inputs else []
     offset = outputs[0].nbytes * group.group_rank
     return Call(
-        Op.SCATTER, group, native, contribution=list(inputs[0]) if mine else [], outputs=list(outputs),
+        Op.SCATTER, group, native, contribution=pieces, outputs=list(outputs),
         deliveries=_slices(outputs, root, offset), root=root, is_async=_argument(args, 4, True),
-        dtype=dtype_of(outputs),
+        dtype=dtype_of(outputs), sizes_differ=_list_misfit(pieces, group) if mine else None,
     )  # fmt: skip
 
 
@@ -169,7 +177,7 @@ def _reduce_scatter_list(group: GroupState, native: Native, args: tuple[Any, ...
     return Call(
         Op.REDUCE_SCATTER, group, native, contribution=inputs, outputs=[output],
         deliveries=[Delivery(output, COMBINED, offset)], reduce_op=_REDUCE_OPS[args[3].op()],
-        is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
+        is_async=_argument(args, 4, True), dtype=dtype_of(inputs), sizes_differ=_list_misfit(inputs, group),
     )  # fmt: skip
 
 
@@ -179,7 +187,7 @@ def _all_to_all_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
         Op.ALL_TO_ALL, group, native, contribution=inputs, outputs=outputs, receive_tensors=outputs,
         send_bytes=[t.nbytes for t in inputs], splits_in=[t.numel() for t in inputs],
         splits_out=[t.numel() for t in outputs], is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
-        equal_counts=False,
+        equal_counts=False, sizes_differ=_list_misfit(inputs, group) or _list_misfit(outputs, group),
     )  # fmt: skip
 
 

@@ -113,7 +113,13 @@ class Consumer:
         self._ring = Ring(fd)
         self._reader = reader
         self._sequence = sequence
+        self._open: dict[int, None] = {}  # first payloads of operations that were announced and not released, ascending
+        self._released = 0
         self.counts = PrefetchCounts()
+
+    def announce(self, first: int) -> None:
+        """An operation was issued that will take payloads from `first` on; operations may take theirs in another order."""
+        self._open[first] = None
 
     def take(self, first: int, count: int) -> list[memoryview]:
         """The payloads `first` to `first + count`; valid until `release`. What is not there yet is read from the trace."""
@@ -130,15 +136,19 @@ class Consumer:
                 self.counts.hit_bytes += num_bytes
                 continue
             buffer = bytearray(item.num_bytes)
-            self._reader.read_payload_into(item.digest, buffer)
+            if item.num_bytes:
+                self._reader.read_payload_into(item.digest, buffer)
             views.append(memoryview(buffer))
             self.counts.misses += 1
             self.counts.miss_bytes += item.num_bytes
         return views
 
-    def release(self, up_to: int) -> None:
-        """Payloads before `up_to` are no longer needed."""
-        self._ring.consumed = max(self._ring.consumed, up_to)
+    def release(self, first: int, count: int) -> None:
+        """The operation has what it took. The pool keeps everything from the oldest operation on that has not."""
+        self._open.pop(first, None)
+        oldest = next(iter(self._open), None)
+        self._released = max(self._released, first + count)
+        self._ring.consumed = max(self._ring.consumed, self._released if oldest is None else min(oldest, self._released))
 
 
 def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:
@@ -205,8 +215,6 @@ def main(argv: Sequence[str]) -> int:
     with prismtrace.TraceReader(trace) as reader:
         _produce(Ring(int(fd)), reader, load_sequence(Path(path)))
     return 0
-
-
 
 
 if __name__ == "__main__":

@@ -297,7 +297,7 @@ class Coordinator(Policy):
         for state in list(self._holders.values()):
             pid = self.host.ranks[state.rank].pid
             ticks = _cpu_ticks(pid)
-            if ticks != state.cpu_ticks:
+            if not pid or ticks != state.cpu_ticks:  # not forked yet, or at work
                 state.cpu_ticks, state.cpu_since_ns = ticks, now
             elif now - state.cpu_since_ns > _STALL_NS:
                 self._leave_slot(state)

@@ -180,7 +180,10 @@ class EmulateSeam(Seam):
         else:
             handle_source = None
         if one.stream is None:
-            return self._issue_real(call, unit, posted)
+            real = self._issue_real(call, unit, posted)
+            if handle_source is not None and isinstance(real, PrismWork):
+                real.source = handle_source
+            return real
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         if one.sources:
             self.pool.announce(one.first_item + moved)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import os
 import sys
 
+_LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
+_LAUNCHER_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
+
 
 def autoload() -> None:
     """Start observing if PRISM_MODE asks for it and this process is a rank (not a launcher, not a forked worker)."""
@@ -27,6 +30,8 @@ def _start() -> None:
     from prism_sdk.errors import UsageError
     from prism_sdk.settings import Settings
 
+    if _is_launcher():
+        return
     settings = Settings.from_environ()
     if settings.rank is None or settings.world_size is None or multiprocessing.parent_process() is not None:
         return
@@ -49,3 +54,11 @@ def _start() -> None:
             metadata={"job.argv": json.dumps(sys.argv), "job.launcher": "foreign"},
         )
     )  # fmt: skip
+
+
+def _is_launcher() -> bool:
+    """Whether this process only starts ranks: Slurm gives torchrun a rank number of its own."""
+    words = sys.orig_argv[1:4]
+    names = {os.path.basename(word) for word in words}
+    modules = {after for word, after in zip(words, words[1:], strict=False) if word == "-m"}
+    return bool(names & _LAUNCHERS) or bool(modules & _LAUNCHER_MODULES)

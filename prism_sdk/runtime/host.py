@@ -27,6 +27,7 @@ from prism_sdk.runtime.ranks import RankSpec
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL, as long as no rank ends; each rank that ends renews it
 _TICK_S = 0.1
+_GREETING_S = 30.0  # connecting and greeting follow each other at once, but the machine may be busy
 _FORKSERVER = """
 import sys
 if sys.path[0] == "":
@@ -164,7 +165,7 @@ class RankHost:
             return
         channel = wire.Channel(sock)
         try:
-            if not wire.wait_readable(sock, 5.0):
+            if not wire.wait_readable(sock, _GREETING_S):
                 raise wire.ChannelClosed("no greeting")
             kind, rank, pid = channel.receive()
         except (wire.ChannelClosed, ValueError):
@@ -178,6 +179,8 @@ class RankHost:
         process.outbound = wire.OutboundQueue(sock)
         self._selector.register(sock, selectors.EVENT_READ, process)
         self.policy.connected(rank)
+        for message in channel.take_ready():  # what came along with the greeting: nothing else would announce it
+            self._heard(process, message)
 
     def _from_rank(self, process: RankProcess, events: int) -> None:
         channel = process.channel
@@ -195,13 +198,16 @@ class RankHost:
             process.channel = process.outbound = None
             return
         for message in messages:
-            if message[0] == "finished":
-                _, _, process.exit_code, process.error, process.summary, cause = message
-                process.finished = True
-                if process.exit_code:
-                    self.fail(cause or _rank_failed(process))
-            else:
-                self.policy.message(process.rank, message)
+            self._heard(process, message)
+
+    def _heard(self, process: RankProcess, message: tuple[Any, ...]) -> None:
+        if message[0] != "finished":
+            self.policy.message(process.rank, message)
+            return
+        _, _, process.exit_code, process.error, process.summary, cause = message
+        process.finished = True
+        if process.exit_code:
+            self.fail(cause or _rank_failed(process))
 
     def _from_forkserver(self) -> None:
         try:

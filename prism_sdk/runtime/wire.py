@@ -53,6 +53,10 @@ class Channel:
     def receive_ready(self) -> list[tuple[Any, ...]]:
         """Read once (the socket must be readable) and return every whole message. Raises ChannelClosed at end of file."""
         self._fill()
+        return self.take_ready()
+
+    def take_ready(self) -> list[tuple[Any, ...]]:
+        """Every whole message that was read already."""
         messages = []
         while (message := self._take()) is not None:
             messages.append(message)

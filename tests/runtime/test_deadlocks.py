@@ -45,28 +45,30 @@ def test_two_ranks_that_receive_from_each_other(bench: Any) -> None:
     assert "rank 0: recv tag 7" in ended.err and "rank 1: recv tag 7" in ended.err
 
 
-@pytest.mark.parametrize(
-    ("call", "field", "values"),
-    [
-        ("dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0)", "operation",
-         ("broadcast", "all_reduce")),
-        ("dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))", "dtype",
-         ("float32", "float64")),
-        ("dist.all_reduce(torch.ones(3 + rank))", "element count", ("3", "4")),
-        ("dist.broadcast(torch.ones(3), rank)", "root", ("0", "1")),
-    ],
-)  # fmt: skip
-def test_mismatched_collectives_are_named_with_both_places(
-    bench: Any, call: str, field: str, values: tuple[str, str]
-) -> None:
-    script = bench.script(START + f"""
+MISMATCHES = [
+    ("dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0)", "operation",
+     ("broadcast", "all_reduce")),
+    ("dist.all_reduce(torch.ones(3, dtype=torch.float64 if rank else torch.float32))", "dtype",
+     ("float32", "float64")),
+    ("dist.all_reduce(torch.ones(3 + rank))", "element count", ("3", "4")),
+    ("dist.broadcast(torch.ones(3), rank)", "root", ("0", "1")),
+]  # fmt: skip
+
+
+def test_mismatched_collectives_are_named_with_both_places(bench: Any) -> None:
+    running = []
+    for number, (call, _, _) in enumerate(MISMATCHES):
+        script = bench.script(START + f"""
     {call}
-    """)
-    ended = bench.run("record", script, "--nproc-per-node", "2")
-    assert ended.code == 1
-    assert f"the {field} differs" in ended.err
-    assert f"rank 0: {values[0]} at {script}:6" in ended.err
-    assert f"rank 1: {values[1]} at {script}:6" in ended.err
+    """, name=f"train{number}.py")  # fmt: skip
+        output = str(bench.folder / f"{number}.prism")
+        running.append((script, bench.prism("record", script, "--nproc-per-node", "2", "-o", output)))
+    for (script, process), (_, field, values) in zip(running, MISMATCHES, strict=True):
+        ended = bench.finish(process)
+        assert ended.code == 1
+        assert f"the {field} differs" in ended.err
+        assert f"rank 0: {values[0]} at {script}:6" in ended.err
+        assert f"rank 1: {values[1]} at {script}:6" in ended.err
 
 
 def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) -> None:

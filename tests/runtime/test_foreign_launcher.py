@@ -48,7 +48,8 @@ def test_torchrun_with_the_variables_set_gives_a_whole_trace(bench: Any) -> None
     for rank in (0, 1):  # what a run that was killed has left
         (parts / f"rank-0000{rank}.prism").write_bytes(b"rest")
         (parts / f"rank-0000{rank}.done").write_text("complete")
-    observed = _torchrun(bench, script, {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism"})
+    slurm = {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}  # torchrun itself is Slurm's task: it is no rank
+    observed = _torchrun(bench, script, {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism", **slurm})
     plain = _torchrun(bench, script, {})
     ended = bench.finish(observed)
     assert ended.code == 0, ended.err
@@ -79,21 +80,21 @@ def test_a_rank_that_fails_under_torchrun_leaves_an_aborted_trace(bench: Any) ->
         assert reader.metadata["job.status"] == "aborted"
 
 
-@pytest.mark.parametrize(
-    "env",
-    [
-        {"PRISM_MODE": "observe", "RANK": "0", "WORLD_SIZE": "1"},  # no output
-        {"PRISM_MODE": "nonsense", "RANK": "0", "WORLD_SIZE": "1"},
-        {"PRISM_MODE": "record", "RANK": "0", "WORLD_SIZE": "1", "PRISM_OUTPUT": "x.prism"},
-        {"PRISM_MODE": "observe", "RANK": "0", "WORLD_SIZE": "1", "PRISM_OUTPUT": "/proc/no/x.prism"},
+def test_no_error_of_ours_breaks_an_import_of_torch(bench: Any) -> None:
+    rank = {"RANK": "0", "WORLD_SIZE": "1"}
+    environments = [
+        {"PRISM_MODE": "observe", **rank},  # no output
+        {"PRISM_MODE": "nonsense", **rank},
+        {"PRISM_MODE": "record", "PRISM_OUTPUT": "x.prism", **rank},
+        {"PRISM_MODE": "observe", "PRISM_OUTPUT": "/proc/no/x.prism", **rank},
         {"PRISM_MODE": "observe", "PRISM_OUTPUT": "x.prism"},  # no rank
-    ],
-)
-def test_no_error_of_ours_breaks_an_import_of_torch(bench: Any, env: dict[str, str]) -> None:
-    ended = bench.finish(bench.start(sys.executable, "-c", "import torch; print(torch.ones(1).item())", env=env))
-    assert (ended.code, ended.out) == (0, "1.0\n")
-    assert "Traceback" not in ended.err
-    assert ("not observing this process" in ended.err) == ("RANK" in env)
+    ]
+    command = (sys.executable, "-c", "import torch; print(torch.ones(1).item())")
+    for env, process in [(env, bench.start(*command, env=env)) for env in environments]:
+        ended = bench.finish(process)
+        assert (ended.code, ended.out) == (0, "1.0\n")
+        assert "Traceback" not in ended.err
+        assert ("not observing this process" in ended.err) == ("RANK" in env)
 
 
 def test_two_nodes_write_a_trace_each_and_merge_joins_them(bench: Any) -> None:

@@ -33,7 +33,9 @@ def test_sparse_tensors_pass_when_observed(bench) -> None:  # type: ignore[no-un
 
 @pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
 def test_a_group_says_of_itself_what_it_says_without_prism(bench, debug: str) -> None:  # type: ignore[no-untyped-def]
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     group = dist.group.WORLD
     dist.barrier()
     value = torch.ones(2)
@@ -41,7 +43,8 @@ def test_a_group_says_of_itself_what_it_says_without_prism(bench, debug: str) ->
     if rank == 0:
         print(dist.get_backend(), dist.get_backend_config(), group.name(), group.group_desc, type(group).__name__)
         print(sorted(device.type for device in group._device_types), value.tolist())
-    """)
+    """
+    )
     ended = bench.run(
         "record", script, "--nproc-per-node", "2", "--slots", "1", "-q", env={"TORCH_DISTRIBUTED_DEBUG": debug}
     )
@@ -53,7 +56,9 @@ def test_a_group_says_of_itself_what_it_says_without_prism(bench, debug: str) ->
 
 
 def test_lists_of_the_wrong_length_are_refused(bench) -> None:  # type: ignore[no-untyped-def]
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     one, two = [torch.zeros(1)], [torch.zeros(1), torch.zeros(1)]
     for call in (lambda: dist.all_to_all(one, one), lambda: dist.reduce_scatter(torch.zeros(1), one),
                  lambda: dist.all_gather(one, torch.zeros(1))):
@@ -63,13 +68,16 @@ def test_lists_of_the_wrong_length_are_refused(bench) -> None:  # type: ignore[n
             assert "a list has 1 tensors and must have 2" in str(error), error
         else:
             raise SystemExit("a wrong list was accepted")
-    """)
+    """
+    )
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
     assert ended.code == 0, ended.err
 
 
 def test_tensors_are_dropped_when_torch_would_drop_them(bench) -> None:  # type: ignore[no-untyped-def]
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     import gc
     from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -99,6 +107,7 @@ def test_tensors_are_dropped_when_torch_would_drop_them(bench) -> None:  # type:
     work.wait()
     del value, work
     assert is_gone()
-    """)
+    """
+    )
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
     assert ended.code == 0, ended.err

@@ -22,6 +22,9 @@ from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter
 
 _MAX_PASSES = 4
 _RESAMPLES = 40
+# a pass that changes no step time by more than the half width of the interval is the last; the half width counts
+# between these bounds, or a noisy machine would call anything converged
+_SMALLEST_NOISE, _LARGEST_NOISE = 0.001, 0.05
 _LARGE_GRAPH_ROWS = 200_000  # above it fewer resamples, to keep the interval's cost bounded
 
 
@@ -80,11 +83,11 @@ class Slices(CalibrationStrategy):
                 CalibrationPass(index, None if change is None else 100 * change, predicted, low, high)
             )
             context.report(_progress(passes[-1]))
-            noise = (high - low) / max(predicted, 1)
-            converged = change is not None and change <= max(noise, 0.001)
+            noise = min((high - low) / 2 / max(predicted, 1), _LARGEST_NOISE)
+            converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
             graph_path = context.work_dir / f"pass{index}.prism"
             write_calibrated(context.graph_path, calibration, graph_path, {}, with_payloads=False)
-            if converged or len(slices) == 1 and index >= 1:
+            if converged or (len(slices) == 1 and index >= 1):
                 break
         assert calibration is not None
         last = passes[-1]

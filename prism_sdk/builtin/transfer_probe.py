@@ -6,6 +6,7 @@ Responsible for running each operation at some sizes; fitting a model to its tra
 from __future__ import annotations
 
 import sys
+import warnings
 
 SIZES = (4, 1 << 10, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)  # bytes
 
@@ -14,6 +15,7 @@ def main(repetitions: int) -> None:
     import torch
     import torch.distributed as dist
 
+    warnings.simplefilter("ignore")  # torch renames its functions from version to version
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     for num_bytes in SIZES:

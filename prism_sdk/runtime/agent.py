@@ -26,6 +26,7 @@ from prism_sdk.runtime import wire
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
+from prism_sdk.runtime.naming import activate_adapters
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
 from prismtrace import GraphKind, PrismTraceError, TraceWriteError
@@ -51,6 +52,7 @@ class Agent:
         self.tracer = Tracer(spec.rank, writer)
         self.seam = self._make_seam()
         self.interceptor = Interceptor(self.seam)
+        self._adapters = contextlib.ExitStack()
 
     def _make_seam(self) -> Seam:
         if self.spec.mode is LaunchMode.OBSERVE:
@@ -72,10 +74,13 @@ class Agent:
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)
+        activate_adapters(self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters)
 
     def finish(self, status: str) -> None:
         """Write out what was traced; only in the rank itself, not in processes it forked."""
         if self.interceptor.active:
+            with contextlib.suppress(Exception):
+                self._adapters.close()
             self.seam.finish(status)
             self.tracer.finish(status)
 

@@ -248,7 +248,8 @@ class EmulateSeam(Seam):
             if call.op is Op.SCATTER and call.group.group_rank == call.root:
                 deliver_locally(call, call.contribution)
             elif call.deliveries or call.receive_tensors:
-                self.num_without_values += 1  # no values were recorded: the outputs stay as they are
+                self.num_without_values += 1
+                _give_own(call)
             return
         first = one.first_item + moved
         views = self.pool.take(first, len(one.sources))
@@ -329,6 +330,22 @@ def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: in
 
 def _copy(target: memoryview, source: memoryview) -> None:
     target[:] = source
+
+
+def _give_own(call: Call) -> None:
+    """No values were recorded: virtual members are taken to give what this rank gives, and zeros where it gives nothing.
+
+    Not right, but what programs that check for equal shapes go on with. A broadcast leaves what is there.
+    """
+    own = Bytes(call.contribution)
+    mine = memoryview(own.joined())
+
+    def read_into(member: int, offset: int, view: memoryview) -> None:
+        piece = mine[offset : offset + len(view)]
+        view[:] = piece if len(piece) == len(view) else bytes(len(view))
+
+    if call.op is not Op.BROADCAST:
+        deliver(call, read_into, lambda member: call.send_bytes or ())
 
 
 def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: memoryview, now: memoryview) -> None:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,18 +39,36 @@ class SandboxPolicy(AllAtOnce):
     def __init__(self) -> None:
         super().__init__()
         self._store = KeyValues()
-        self._waiting: dict[int, tuple[Any, ...]] = {}
+        self._waiting: dict[int, tuple[Any, ...]] = {}  # store requests without an answer yet
+        self._asked_ns: dict[int, int] = {}
 
     def message(self, rank: int, message: tuple[Any, ...]) -> None:
         if message[0] == "store":
             self._waiting[rank] = message
-            for other, request in list(self._waiting.items()):
-                reply = self._store.run(request)
-                if reply is not None:
-                    del self._waiting[other]
-                    self.host.send(other, (*reply, []))
+            self._asked_ns[rank] = time.monotonic_ns()
+            while any([self._answer(other) for other in list(self._waiting)]):
+                pass  # what one rank set may be what another one waits for
         elif message[0] not in ("group", "step"):
             super().message(rank, message)
+
+    def _answer(self, rank: int) -> bool:
+        """Answer the rank's store request if it can be; whether it was."""
+        reply = self._store.run(self._waiting[rank])
+        if reply is None:
+            return False
+        del self._waiting[rank]
+        self.host.send(rank, (*reply, []))
+        return True
+
+    def tick(self) -> None:
+        """Virtual ranks set no keys: a wait for one of theirs ends with the program's own timeout."""
+        super().tick()
+        now = time.monotonic_ns()
+        for rank, request in list(self._waiting.items()):
+            if now - self._asked_ns[rank] > request[-1] * 1e9:
+                del self._waiting[rank]
+                keys = request[2] if len(request) > 3 else request[1]
+                self.host.send(rank, ("store", None, f"wait timeout after {request[-1] * 1000:.0f}ms, keys: {keys!r}", []))
 
 
 def emulate(config: LaunchConfig, report: Report) -> LaunchResult:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import prismtrace
 from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.host import Policy, RankHost
@@ -95,6 +96,7 @@ def run_job(
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
+    config = replace(config, adapters=_adapters(config))
     started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
@@ -311,6 +313,11 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
     }
 
 
-def with_mode(config: LaunchConfig, mode: LaunchMode, output: Path) -> LaunchConfig:
-    """The same job under another verb."""
-    return replace(config, mode=mode, output=output)
+def _adapters(config: LaunchConfig) -> tuple[str, ...]:
+    """The adapters to activate in the ranks: those the user named, else all that are installed."""
+    manager = PluginManager(named=config.plugins)
+    if config.adapters is None:
+        return tuple(manager.adapters())
+    for name in config.adapters:
+        manager.adapter(name)  # raises for a name that nobody registered
+    return config.adapters

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,13 +28,13 @@ FLUSH_INTERVAL_NS = 5_000_000_000
 
 # positions in a row; a row is a list because completion times and payloads are filled in later
 (KIND, PHASE, START, END, GROUP, SEQ, OP, REDUCE_OP, DTYPE, COUNT_IN, COUNT_OUT, PEER, TAG, ASYNC, AWAITS, MEMORY,
- LABEL, PAYLOAD_IN, PAYLOAD_OUT, SPLITS_IN, SPLITS_OUT) = range(21)  # fmt: skip
+ NAMES, PAYLOAD_IN, PAYLOAD_OUT, SPLITS_IN, SPLITS_OUT) = range(21)  # fmt: skip
 _COLUMNS = (
     "kind", "phase", "start_ns", "end_ns", "group_id", "seq", "op", "reduce_op", "dtype", "num_elements_in",
-    "num_elements_out", "peer", "tag", "is_async", "awaits", "memory_bytes", "label", "payload_in", "payload_out",
+    "num_elements_out", "peer", "tag", "is_async", "awaits", "memory_bytes", "names", "payload_in", "payload_out",
     "splits_in", "splits_out",
 )  # fmt: skip
-_OBJECT_COLUMNS = frozenset({"label", "payload_in", "payload_out", "splits_in", "splits_out"})
+_OBJECT_COLUMNS = frozenset({"names", "payload_in", "payload_out", "splits_in", "splits_out"})
 _ABSENT32 = int(np.iinfo(np.int32).min)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -51,6 +51,15 @@ class ResidentMemory:
     def __call__(self) -> int:
         fields = os.pread(self._fd, 128, 0).split()
         return (int(fields[1]) - int(fields[2])) * _PAGE
+
+
+class Names(NamedTuple):
+    """What a framework adapter says of the units of one stretch of the schedule."""
+
+    label: str | None = None
+    microbatch: int | None = None
+    stage: int | None = None
+    model_chunk: int | None = None
 
 
 class Tracer:
@@ -73,6 +82,7 @@ class Tracer:
         self._steps: list[tuple[int, int, int, float, int, int, int]] = []
         self._scalars: list[tuple[int, str, float]] = []
         self._memory_peak = 0
+        self._names: Names | None = None
         self.step = 0
         self._step_start = ABSENT
         self._step_cpu = 0
@@ -90,7 +100,7 @@ class Tracer:
         if end_ns > self._last_ns:
             self._rows.append(
                 [_COMPUTE, self._phase, self._last_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT,
-                 0, ABSENT, ABSENT, None, None, None, None, None]
+                 0, ABSENT, ABSENT, self._names, None, None, None, None]
             )  # fmt: skip
         self._last_ns = end_ns
 
@@ -103,7 +113,7 @@ class Tracer:
             [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
              int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
              group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32, ABSENT if call.tag is None else call.tag,
-             1 if call.is_async else 0, ABSENT, ABSENT, None, None, None, call.splits_in, call.splits_out]
+             1 if call.is_async else 0, ABSENT, ABSENT, self._names, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
         return self._flushed + len(self._rows) - 1
 
@@ -112,7 +122,7 @@ class Tracer:
         self.compute_until(start_ns)
         self._rows.append(
             [_WAIT, self._phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
-             ABSENT, None, None, None, None, None]
+             ABSENT, self._names, None, None, None, None]
         )  # fmt: skip
         self._last_ns = end_ns
         if blocked:
@@ -158,6 +168,13 @@ class Tracer:
         if self._num_backwards:
             self._boundary = (self.num_units, self._last_ns, time.process_time_ns())
             self._losses_at_boundary = len(self._open_losses)
+
+    def name(self, phase: Phase, names: Names | None) -> tuple[Phase, Names | None]:
+        """From now on units have `phase` and `names`; returns what held before."""
+        before = (Phase(self._phase), self._names)
+        self._enter(phase)
+        self._names = names
+        return before
 
     def _enter(self, phase: Phase) -> None:
         before = len(self._rows)
@@ -221,6 +238,12 @@ class Tracer:
                 columns[name] = list(values)
             else:
                 columns[name] = np.array(values, dtype=np.uint64 if name == "group_id" else np.int64)
+        names: list[Names | None] = columns.pop("names")
+        if any(names):
+            columns["label"] = [None if n is None else n.label for n in names]
+            for field in ("microbatch", "stage", "model_chunk"):
+                values = [None if n is None else getattr(n, field) for n in names]
+                columns[field] = np.array([_ABSENT32 if v is None else v for v in values], dtype=np.int64)
         columns["step"] = self._step_column(len(rows))
         return columns
 

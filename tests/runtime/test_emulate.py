@@ -145,7 +145,7 @@ class Laboratory:
         done = subprocess.run(
             list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, cwd=self.folder, env=environment
         )
-        return Ended(done.returncode, done.out if hasattr(done, "out") else done.stdout, done.stderr)
+        return Ended(done.returncode, done.stdout, done.stderr)
 
     def path(self, name: str) -> Path:
         self.serial += 1
@@ -223,7 +223,7 @@ def assert_same(recorded: Path, emulated: Path, sandbox: str, *, num_steps: int)
         assert list(after.ranks) == ranks
         for rank in ranks:
             assert len(losses(recorded, rank)) == num_steps
-            assert losses(emulated, rank) == losses(recorded, rank)
+            np.testing.assert_array_equal(losses(emulated, rank), losses(recorded, rank))  # NaN: a stage without a loss
             tables = [reader.units(rank) for reader in (before, after)]
             talks = [t.kind >= UnitKind.COLLECTIVE for t in tables]
             for column in ("kind", "op", "group_id", "seq", "num_elements_in", "num_elements_out", "peer", "phase"):
@@ -286,16 +286,16 @@ def test_every_rank_of_ddp(lab: Laboratory, sandbox: str) -> None:
 
 @pytest.mark.parametrize(
     ("program", "sandbox", "num_steps"),
-    [(FSDP2, "0", 3), (FSDP2, "1,2", 3), (PIPELINE, "1", 2), (PIPELINE, "2,3", 2), (MOE, "2", 2)],
-    ids=["fsdp2-0", "fsdp2-1-2", "pipeline-1", "pipeline-2-3", "moe-2"],
+    [(FSDP2, "1,2", 3), (PIPELINE, "1", 2), (PIPELINE, "2,3", 2), (MOE, "2", 2)],
+    ids=["fsdp2-1-2", "pipeline-1", "pipeline-2-3", "moe-2"],
 )
 def test_the_other_examples(lab: Laboratory, program: tuple[str, ...], sandbox: str, num_steps: int) -> None:
     if program is MOE:
         pytest.importorskip("transformers")
     ended, output = lab.emulate(lab.graph(program), program, sandbox)
     assert ended.code == 0, ended.err
-    if program is not PIPELINE or sandbox == "2,3":  # only the last stage has a loss
-        assert_same(lab.record(program), output, sandbox, num_steps=num_steps)
+    assert_same(lab.record(program), output, sandbox, num_steps=num_steps)
+    assert np.isfinite(losses(output, int(sandbox[-1]))).all() or sandbox == "1"  # only the last stage has a loss
 
 
 # -- what is not as recorded --------------------------------------------------------------------------------------------
@@ -349,6 +349,7 @@ def test_without_values_it_runs_and_says_so(lab: Laboratory) -> None:
     assert "some values were not recorded" in ended.err
     assert int(metadata(output)["rank.0.operations_without_values"]) > 0
     assert len(losses(output, 0)) == 3
+    assert np.isfinite(losses(output, 0)).all()
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other", "missing"])
@@ -363,7 +364,7 @@ def test_a_broken_graph_is_named_and_nothing_is_started(lab: Laboratory, damage:
     elif damage == "other":
         broken.write_bytes(b"PK\x03\x04 this is no trace" * 50)
     ended, output = lab.emulate(broken, DDP, "0")
-    assert ended.code == (2 if damage == "missing" else 3), ended.err
+    assert ended.code == 3, ended.err
     assert str(broken) in ended.err
     assert "Traceback" not in ended.err
     assert "torch is being loaded" not in ended.err
@@ -405,7 +406,7 @@ def operations(lab: Laboratory) -> Operations:
     return Operations(lab)
 
 
-@pytest.mark.parametrize("sandbox", ["0", "3", "0,1", "1,2"])
+@pytest.mark.parametrize("sandbox", ["0", "3", "1,2"])
 def test_every_operation_returns_what_it_returned_in_the_recording(operations: Operations, sandbox: str) -> None:
     found, facts = operations.emulate(sandbox, "-O", "prefetch_bytes=100000")
     for rank, values in found.items():

@@ -83,9 +83,9 @@ class Read:
                             if isinstance(values, np.ndarray)}  # fmt: skip
 
     def phases(self) -> list[tuple[int, Phase]]:
-        kinds = self.table.kind.tolist()
-        return [(s, Phase(p)) for s, p, k in zip(self.table.step.tolist(), self.table.phase.tolist(), kinds, strict=True)
-                if k == UnitKind.COMPUTE]  # fmt: skip
+        compute = self.table.kind == UnitKind.COMPUTE
+        pairs = zip(self.table.step[compute].tolist(), self.table.phase[compute].tolist(), strict=True)
+        return [(step, Phase(phase)) for step, phase in pairs]
 
 
 def read(folder: Path) -> Read:

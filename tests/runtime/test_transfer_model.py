@@ -15,15 +15,15 @@ from prism_sdk.errors import CalibrationError
 from prism_sdk.graph.job import JobGraph
 from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, UnitKind
 
-LINEAR = {op: ((0.0, 1000.0, 3000.0), (100.0, 1100.0, 3100.0)) for op in
-          (Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE, Op.RECV)}  # fmt: skip
+MEASURED = (Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE, Op.RECV)
+LINEAR = dict.fromkeys(MEASURED, ((0.0, 1000.0, 3000.0), (100.0, 1100.0, 3100.0)))
 MODEL = TransferModel(LINEAR)  # T_2(S) = 100 + S for every operation
 COLLECTIVES = [Op.ALL_REDUCE, Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_TO_ALL, Op.BROADCAST, Op.REDUCE, Op.GATHER,
                Op.SCATTER]  # fmt: skip
 
 
 def job(world_size: int, rows: list[tuple[Op, int, int, int, int]], *, groups: dict[int, tuple[int, ...]]) -> JobGraph:
-    """Collectives of (op, group, elements, transfer; the post of every member is at its number times 10^6, end at ...)."""
+    """Collectives of (op, group, elements in and out, transfer), one each ms; a negative transfer: no end is known."""
     columns = {}
     described = {
         g: ProcessGroup(group_id=g, name=f"g{g}", description="", backend="gloo", ranks=ranks)
@@ -110,8 +110,8 @@ def test_modelled_for_communication_rows_only() -> None:
 
 def test_plausible_takes_the_like_then_the_nearest_then_the_fallback() -> None:
     groups = {1: (0, 1), 2: (0, 1)}
-    measured = job(2, [(Op.ALL_REDUCE, 1, 8, 8, 500), (Op.ALL_REDUCE, 1, 8, 8, 700), (Op.ALL_REDUCE, 1, 800, 800, 9000)],
-                   groups=groups)  # fmt: skip
+    shown = [(Op.ALL_REDUCE, 1, 8, 8, 500), (Op.ALL_REDUCE, 1, 8, 8, 700), (Op.ALL_REDUCE, 1, 800, 800, 9000)]
+    measured = job(2, shown, groups=groups)
     wanted = job(2, [(Op.ALL_REDUCE, 1, 8, 8, -1), (Op.ALL_REDUCE, 1, 700, 700, -1), (Op.ALL_REDUCE, 2, 8, 8, -1),
                      (Op.ALL_GATHER, 1, 8, 16, -1)], groups=groups)  # fmt: skip
     found = plausible_transfers(wanted, [measured])

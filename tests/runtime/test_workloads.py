@@ -44,7 +44,8 @@ def test_recorded_losses(bench, tmp_path, script, num_ranks, options):  # type: 
     for num_slots in (1, 2):
         output = tmp_path / f"{num_slots}.prism"
         ended = bench.run(
-            "record", words[0], *ranks, "--slots", str(num_slots), "-o", str(output), arguments=words[1:], env=one_thread
+            "record", words[0], *ranks, "--slots", str(num_slots), "-o", str(output),
+            arguments=words[1:], env=one_thread,
         )  # fmt: skip
         assert ended.code == 0, ended.err
         found[num_slots] = losses(ended.out)

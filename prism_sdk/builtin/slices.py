@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -169,8 +170,8 @@ def write_times(
 
 def _steps(
     reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None
-) -> dict[str, object]:
-    columns: dict[str, object] = dict(reader.steps(rank).columns())
+) -> dict[str, Any]:
+    columns: dict[str, Any] = dict(reader.steps(rank).columns())
     if ends is not None and rank in ends:
         known = dict(zip(*(values.tolist() for values in ends[rank]), strict=True))
         wanted = np.asarray(columns["step"]).tolist()

@@ -231,8 +231,8 @@ def merge_slices(
 
 
 def _merge(
-    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int, default_transfer_ns: int | Int64Array | None,
-    drawn: dict[tuple[int, int], int] | None,
+    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int,
+    default_transfer_ns: int | Int64Array | None, drawn: dict[tuple[int, int], int] | None,
 ) -> Calibration:  # fmt: skip
     c = graph.columns
     kind = c["kind"]

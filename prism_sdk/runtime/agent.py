@@ -25,8 +25,8 @@ from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.intercept import Interceptor, Seam
-from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.naming import activate_adapters
+from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
 from prismtrace import GraphKind, PrismTraceError, TraceWriteError
@@ -149,7 +149,7 @@ def _cause(error: BaseException | None) -> PrismError | None:
 
 def _tell(channel: wire.Channel | None, message: tuple[Any, ...]) -> None:
     if channel is None:
-        print(f"prism: rank {message[1]} could not start:\n{message[3]}", file=sys.stderr)
+        sys.stderr.write(f"prism: rank {message[1]} could not start:\n{message[3]}\n")
         return
     with contextlib.suppress(wire.ChannelClosed):
         channel.send(message)
@@ -193,7 +193,7 @@ def _die_tidily(agent: Agent) -> None:
 
 
 def _spare_children(handler: Callable[..., None]) -> None:
-    """What the program forks (data loader workers) dies of SIGTERM as without us, also of one sent right after the fork."""
+    """What the program forks (data loader workers) dies of SIGTERM as without us, also right after the fork."""
     masks: list[set[int | signal.Signals]] = []
 
     def before() -> None:
@@ -241,7 +241,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def start_under_foreign_launcher(spec: RankSpec) -> Agent:
-    """Observe this process, which torchrun, Slurm or another launcher started. The last rank to end merges the shards."""
+    """Observe this process, which torchrun, Slurm or another launcher started. The last rank to end merges."""
     for left in (_shard_of(spec), _mark_of(spec)):  # of a run that was killed, or of this one before a restart
         left.unlink(missing_ok=True)
     agent = Agent(spec, None)
@@ -259,7 +259,7 @@ def start_under_foreign_launcher(spec: RankSpec) -> Agent:
                 agent.finish(status)
                 merge_when_last(spec, status)
             except (PrismError, PrismTraceError, OSError) as error:
-                print(f"prism: rank {spec.rank}: the trace could not be written: {error}", file=sys.stderr)
+                sys.stderr.write(f"prism: rank {spec.rank}: the trace could not be written: {error}\n")
 
     def terminated(*_: Any) -> None:
         end("aborted")

@@ -80,7 +80,7 @@ def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
     """Run the chosen strategy on the graph of `config`."""
     check_target(config)
     if config.graph is None:
-        raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- train.py")
+        raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- SCRIPT")
     started = time.monotonic_ns()
     try:
         with TraceReader(config.graph) as reader:

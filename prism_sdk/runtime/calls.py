@@ -47,14 +47,14 @@ class GroupState:
 
 
 def stable_group_id(name: str, ranks: Sequence[int], generation: int) -> int:
-    """An id equal on all members without asking anybody: hash of name, members and how often that pair was made before."""
+    """An id equal on all members without asking: hash of name, members and how often that pair was made before."""
     text = f"{generation}:{name}:{','.join(map(str, ranks))}"
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 @dataclass(slots=True)
 class Delivery:
-    """Copy `tensor.nbytes` bytes at `offset_bytes` of a member's contribution (or of the combined one) into `tensor`."""
+    """Copy `tensor.nbytes` bytes at `offset_bytes` of a member's (or the combined) contribution into `tensor`."""
 
     tensor: torch.Tensor
     source: int  # group rank, or COMBINED
@@ -95,7 +95,8 @@ class Call:
         if self.reduce_op is ReduceOp.PREMUL_SUM:
             if self.group.backend == "gloo":
                 raise RuntimeError("Cannot use ReduceOp.PREMUL_SUM with Gloo")
-            raise UnsupportedError("ReduceOp.PREMUL_SUM: its factor does not reach the operator", hint="scale, then sum")
+            reason = "ReduceOp.PREMUL_SUM: its factor does not reach the operator"
+            raise UnsupportedError(reason, hint="scale, then sum")
         tensors = [*self.contribution, *self.outputs]
         if self.reduce_op in _BITWISE and any(t.is_floating_point() or t.is_complex() for t in tensors):
             raise RuntimeError(f"Cannot use ReduceOp.{self.reduce_op.name} with non-integral dtype")
@@ -140,7 +141,7 @@ class Call:
         return "all"
 
     def signature(self) -> tuple[Any, ...]:
-        """What all members must agree on: operation, reduction, dtype, root, element count (None where it may differ)."""
+        """What members must agree on: operation, reduction, dtype, root, element count (None where it may differ)."""
         if self.op is Op.BROADCAST:
             count: int | None = self.num_elements_out
         elif self.op is Op.SCATTER:

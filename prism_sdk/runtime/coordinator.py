@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from prism_sdk.errors import CollectiveMismatchError, DeadlockError, RankPlace
+from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
@@ -53,7 +53,7 @@ class Coordinator(Policy):
 
     def __init__(self, num_slots: int, *, pin: bool = True) -> None:
         self.num_slots = num_slots
-        self._cpus = [_cpu_share(slot, num_slots) for slot in range(num_slots)] if pin else []
+        self._cpus = [slot_cpus(slot, num_slots) for slot in range(num_slots)] if pin else []
         self._free = list(range(num_slots - 1, -1, -1))
         self._holders: dict[int, RankState] = {}  # slot -> who has it
         self._lent: set[int] = set()  # ranks that run or are stuck without a slot
@@ -92,7 +92,7 @@ class Coordinator(Policy):
     def status(self) -> str:
         if not self._states:
             return "torch is being loaded"
-        counts = {name: 0 for name in (NEW, RUNNING, WAITING, READY, LENT, DONE)}
+        counts = dict.fromkeys((NEW, RUNNING, WAITING, READY, LENT, DONE), 0)
         for state in self._states.values():
             counts[state.state] += 1
         now = time.monotonic_ns()
@@ -135,7 +135,7 @@ class Coordinator(Policy):
         pid = self.host.ranks[state.rank].pid
         if self._cpus and pid and state.slot is not None and state.pinned != self._cpus[state.slot]:
             state.pinned = self._cpus[state.slot]
-            _set_affinity(pid, state.pinned)
+            set_affinity(pid, state.pinned)
 
     def _answer(self, state: RankState) -> None:
         reply, state.reply, state.waits_for = state.reply, None, None
@@ -181,8 +181,11 @@ class Coordinator(Policy):
 
     def _on_post(self, rank: int, message: tuple[Any, ...]) -> None:
         _, key, size, group_rank, signature, contribution, send_bytes, where, clock = message
-        self._matcher.post(key, size, group_rank, signature, Post(rank, contribution, send_bytes, where, clock))
-        self._serve_waiters(key)
+        post = Post(rank, contribution, send_bytes, where, clock)
+        operation = self._matcher.post(key, size, group_rank, signature, post)
+        # most posts complete nothing: asking every waiter each time would be quadratic in the size of the group
+        if key[0] != "c" or operation.complete or operation.root == group_rank:
+            self._serve_waiters(key)
 
     def _on_wait(self, rank: int, message: tuple[Any, ...]) -> None:
         _, key, _needs, _root = message
@@ -293,10 +296,10 @@ class Coordinator(Policy):
             self._report_deadlock(waiting)
 
     def _lend_stalled_slots(self, now: int) -> None:
-        """A rank can block where we do not see it (a TCPStore of its own, a lock, a pipe): let another one run meanwhile."""
+        """A rank can block where we do not see it (its own TCPStore, a lock, a pipe): let another one run meanwhile."""
         for state in list(self._holders.values()):
             pid = self.host.ranks[state.rank].pid
-            ticks = _cpu_ticks(pid)
+            ticks = cpu_ticks(pid)
             if not pid or ticks != state.cpu_ticks:  # not forked yet, or at work
                 state.cpu_ticks, state.cpu_since_ns = ticks, now
             elif now - state.cpu_since_ns > _STALL_NS:
@@ -305,14 +308,14 @@ class Coordinator(Policy):
                 self._lent.add(state.rank)
                 state.stuck_since_ns = now
                 state.pinned = ()
-                _set_affinity(pid, tuple(os.sched_getaffinity(0)))
+                set_affinity(pid, tuple(os.sched_getaffinity(0)))
         self._grant()
 
     def _name_stuck(self, now: int) -> None:
-        """Nothing moves but for ranks that block on something of their own: no proof of a deadlock, but worth a line."""
+        """Nothing moves and some ranks block on something of their own: no proof of a deadlock, but worth a line."""
         for rank in self._lent - self._warned:
             state = self._states[rank]
-            ticks = _cpu_ticks(self.host.ranks[rank].pid)
+            ticks = cpu_ticks(self.host.ranks[rank].pid)
             if ticks != state.cpu_ticks:
                 state.cpu_ticks, state.stuck_since_ns = ticks, now
             elif now - state.stuck_since_ns > _STUCK_NS:
@@ -323,7 +326,7 @@ class Coordinator(Policy):
                 )
 
     def _match_any_source(self, waiting: list[RankState]) -> bool:
-        """Receives from any source are matched when all else stands still: then the lowest source is the same each time."""
+        """Receives from any source are matched when all else stands still: the source is the same each time."""
         for state in sorted(waiting, key=lambda s: s.rank):
             message = state.waits_for
             if message is None or message[0] != "wait" or message[1][0] != "a":
@@ -357,13 +360,14 @@ class Coordinator(Policy):
                 state.stack = None
                 self.host.send(state.rank, ("stack", []))
             return
-        if any(state.stack is None for state in waiting[:_MAX_PLACES]) and now - self._deadlock_since < _STACK_TIMEOUT_NS:
+        unheard = any(state.stack is None for state in waiting[:_MAX_PLACES])
+        if unheard and now - self._deadlock_since < _STACK_TIMEOUT_NS:
             return
         error = DeadlockError([self._place(state) for state in waiting[:_MAX_PLACES]])
         notes = [f"{len(waiting)} ranks wait, the first {_MAX_PLACES} are shown"] if len(waiting) > _MAX_PLACES else []
         if self._num_done:
             done = [str(rank) for rank, state in self._states.items() if state.state == DONE]
-            notes.append(f"ended already: ranks {_shorten(done)}" if len(done) > 1 else f"ended already: rank {done[0]}")
+            notes.append(f"ended already: rank{'s' if len(done) > 1 else ''} {_shorten(done)}")
         error.hint = "\n  ".join([*notes, error.hint or ""])
         self.host.fail(error)
 
@@ -387,27 +391,3 @@ class Coordinator(Policy):
 
 def _shorten(names: list[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-def _cpu_share(slot: int, num_slots: int) -> tuple[int, ...]:
-    """An equal share of the CPUs for each slot; with more slots than CPUs several slots share one."""
-    available = sorted(os.sched_getaffinity(0))
-    each = len(available) // num_slots
-    return tuple(available[slot * each : (slot + 1) * each]) if each else (available[slot % len(available)],)
-
-
-def _set_affinity(pid: int, cpus: tuple[int, ...]) -> None:
-    with suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):
-                os.sched_setaffinity(int(task), cpus)
-
-
-def _cpu_ticks(pid: int) -> int:
-    """User and system time of a process in clock ticks; -1 when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    except (OSError, IndexError, ValueError):
-        return -1

@@ -313,14 +313,14 @@ class EmulateSeam(Seam):
             "prefetch_hits": counts.hits, "prefetch_misses": counts.misses, "prefetch_hit_bytes": counts.hit_bytes,
             "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
             "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
-            "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0), "reductions_compensated": self.num_deviating,
-            "operations_without_values": self.num_without_values,
+            "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
+            "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
         }  # fmt: skip
 
 
 def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: int) -> Any:
     """A gloo backend over the sandbox ranks alone."""
-    from torch.distributed import PrefixStore, ProcessGroupGloo
+    from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
     from prism_sdk.runtime.store import LauncherStore
 
@@ -333,7 +333,7 @@ def _copy(target: memoryview, source: memoryview) -> None:
 
 
 def _give_own(call: Call) -> None:
-    """No values were recorded: virtual members are taken to give what this rank gives, and zeros where it gives nothing.
+    """No values were recorded: virtual members give what this rank gives, and zeros where it gives nothing.
 
     Not right, but what programs that check for equal shapes go on with. A broadcast leaves what is there.
     """

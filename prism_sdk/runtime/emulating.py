@@ -1,4 +1,4 @@
-"""Carries out `prism emulate`: contracts the graph to the sandbox's boundary, starts assistants, runs the sandbox ranks.
+"""Carries out `prism emulate`: contracts the graph to the boundary, starts assistants, runs the sandbox ranks.
 
 Responsible for the launcher's side of an emulation; what happens inside a sandbox rank is emulate.py's.
 """
@@ -46,7 +46,7 @@ class SandboxPolicy(AllAtOnce):
         if message[0] == "store":
             self._waiting[rank] = message
             self._asked_ns[rank] = time.monotonic_ns()
-            while any([self._answer(other) for other in list(self._waiting)]):
+            while any([self._answer(other) for other in list(self._waiting)]):  # noqa: C419 - all of them, not only up to the first
                 pass  # what one rank set may be what another one waits for
         elif message[0] not in ("group", "step"):
             super().message(rank, message)
@@ -68,7 +68,8 @@ class SandboxPolicy(AllAtOnce):
             if now - self._asked_ns[rank] > request[-1] * 1e9:
                 del self._waiting[rank]
                 keys = request[2] if len(request) > 3 else request[1]
-                self.host.send(rank, ("store", None, f"wait timeout after {request[-1] * 1000:.0f}ms, keys: {keys!r}", []))
+                text = f"wait timeout after {request[-1] * 1000:.0f}ms, keys: {keys!r}"
+                self.host.send(rank, ("store", None, text, []))
 
 
 def emulate(config: LaunchConfig, report: Report) -> LaunchResult:
@@ -83,7 +84,7 @@ def emulate(config: LaunchConfig, report: Report) -> LaunchResult:
 def run_sandbox(
     config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], report: Report, *, times: Path | None = None
 ) -> LaunchResult:
-    """Run `sandbox` for real against the graph, with the times of another trace of the same job where `times` is given."""
+    """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given."""
     work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
     try:
         scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, report)
@@ -135,7 +136,8 @@ def _prepare(
         os.ftruncate(board, 1 << 42)
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or "local", ring_fds=rings,
-        board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()), options=dict(config.options),
+        board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
+        options=dict(config.options),
     )  # fmt: skip
     return scripts, facts
 
@@ -166,8 +168,8 @@ def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, pin:
                 subprocess.Popen(
                     [sys.executable, "-m", "prism_sdk.runtime.prefetch", *arguments], pass_fds=[ring_fd],
                     start_new_session=True,
-                )  # fmt: skip
-            )
+                )
+            )  # fmt: skip
         yield
     finally:
         for process in processes:

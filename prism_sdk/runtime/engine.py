@@ -118,7 +118,7 @@ class BoundaryEngine:
         return arrival + self._transfer(handle)
 
     def is_complete(self, handle: tuple[int, int], now_ns: int) -> bool:
-        """Whether the operation has completed by `now_ns`; False while posts are missing, this rank's own among them."""
+        """Whether the operation has completed by `now_ns`; False while posts are missing (this rank's own too)."""
         arrival = self._arrival(handle, wait=False)
         return arrival is not None and now_ns >= arrival + self._transfer(handle)
 
@@ -136,7 +136,8 @@ class BoundaryEngine:
         while stack:
             at = stack[-1]
             terms = self.plan.terms(at[0], shift=at[1])
-            open_ = [(t.source, t.shift) for t in terms if t.source != START and (t.source, t.shift) not in self._arrivals]
+            sources = [(term.source, term.shift) for term in terms if term.source != START]
+            open_ = [source for source in sources if source not in self._arrivals]
             if open_:
                 stack += open_
                 continue

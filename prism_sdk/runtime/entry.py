@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from itertools import pairwise
 
 _LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed"})
 _LAUNCHER_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
@@ -20,7 +21,7 @@ def autoload() -> None:
     try:
         _start()
     except BaseException as error:
-        print(f"prism: not observing this process: {error}", file=sys.stderr)
+        sys.stderr.write(f"prism: not observing this process: {error}\n")
 
 
 def _start() -> None:
@@ -60,5 +61,5 @@ def _is_launcher() -> bool:
     """Whether this process only starts ranks: Slurm gives torchrun a rank number of its own."""
     words = sys.orig_argv[1:4]
     names = {os.path.basename(word) for word in words}
-    modules = {after for word, after in zip(words, words[1:], strict=False) if word == "-m"}
+    modules = {after for word, after in pairwise(words) if word == "-m"}
     return bool(names & _LAUNCHERS) or bool(modules & _LAUNCHER_MODULES)

@@ -72,12 +72,12 @@ def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
     """Fork and reap until told to leave. Raises ChannelClosed when the launcher is gone or has given up."""
     ranks: dict[int, int] = {}  # pid -> rank
     while True:
-        readable: list[object] = select.select([channel, wake_read], [], [])[0]
+        readable = select.select([channel.fileno(), wake_read], [], [])[0]
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
             _reap(channel, ranks)
-        if channel not in readable:
+        if channel.fileno() not in readable:
             continue
         for message in channel.receive_ready():
             if message[0] == "leave":
@@ -86,13 +86,6 @@ def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
 
 
 def _import_torch() -> None:
-    import torch
-    import torch._dynamo
-    import torch.distributed
-    import torch.distributed.device_mesh
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-    import torch.testing._internal.distributed.fake_pg
 
     # what a rank imports itself it pays for itself: an import touches the objects of many modules (7 MiB a rank)
     import prism_sdk.runtime.agent
@@ -113,7 +106,7 @@ def _forget_finalizers() -> None:
 
 
 def _warm_up() -> None:
-    """What libraries set up at the first computation, done once for all ranks; on one thread, for no other outlives a fork."""
+    """What libraries set up at the first computation, once for all ranks; one thread: no other outlives a fork."""
     import torch
 
     num_threads = torch.get_num_threads()

@@ -37,7 +37,8 @@ def follow_training(tracer: Tracer, is_active: Callable[[], bool]) -> None:
 
     graph = torch.autograd.graph
     graph._engine_run_backward = make_wrapper(graph._engine_run_backward)
-    torch.autograd._engine_run_backward = make_wrapper(torch.autograd._engine_run_backward)
+    autograd: Any = torch.autograd
+    autograd._engine_run_backward = make_wrapper(autograd._engine_run_backward)
 
     def before(*_: Any) -> None:
         if is_active():

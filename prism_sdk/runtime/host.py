@@ -1,7 +1,7 @@
 """Runs the rank processes of one launch: starts them, hears them, ends them.
 
-Responsible for the fork server, the sockets, exits and signals.  Who may run when is decided by a `Policy`; the trace is
-none of its business.
+Responsible for the fork server, the sockets, exits and signals.  Who may run when is decided by a `Policy`; the trace
+is none of its business.
 """
 
 from __future__ import annotations
@@ -248,16 +248,19 @@ class RankHost:
 
     def _settle_failure(self) -> None:
         """Give the other ranks a moment: one that was killed explains better than its peers' broken connections."""
-        if self._failure is None or isinstance(self._failure, RankKilledError):
+        if self._failure is None or self._was_killed():
             return
         deadline = time.monotonic() + 0.5
         first = self._failure
         while time.monotonic() < deadline and self.interrupts.number is None:
             self._failure = None
             self._turn(0.05)
-            if isinstance(self._failure, RankKilledError):
+            if self._was_killed():
                 return
         self._failure = first
+
+    def _was_killed(self) -> bool:
+        return isinstance(self._failure, RankKilledError)
 
     def _end_processes(self) -> None:
         """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""
@@ -326,11 +329,10 @@ def _allow_descriptors(num_ranks: int) -> None:
 
 
 def count_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory: in this process's cgroup where it says so, else in all."""
+    """Processes that the kernel has killed for lack of memory, as far as it tells: on the machine and in our cgroup."""
     total = 0
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/vmstat") as file:
-            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
+        total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/self/cgroup") as file:
             path = next((line.rstrip()[3:] for line in file if line.startswith("0::")), "")
@@ -360,5 +362,5 @@ def _rank_failed(process: RankProcess) -> PrismError:
 def _rank_killed(process: RankProcess, num_ooms: int) -> PrismError:
     error = RankKilledError(process.rank, signal_number=process.signal_number or 0)
     if process.signal_number == signal.SIGKILL and num_ooms > 0:
-        error.hint = f"memory ran out: the kernel has killed {num_ooms} process(es) of this run. Use fewer ranks or --slots"
+        error.hint = "memory ran out: the kernel counts a process that it ended for that. Use fewer ranks or --slots"
     return error

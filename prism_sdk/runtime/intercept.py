@@ -73,7 +73,7 @@ class Interceptor:
         return self.pid == os.getpid()
 
     def install(self) -> None:
-        """Replace the kernels and follow the creation of process groups. Undo is not offered: it lasts as long as the rank."""
+        """Replace the kernels and follow the creation of process groups, for as long as the rank lives."""
         self._library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for
@@ -172,7 +172,7 @@ class Interceptor:
 
         def new_process_group_helper(
             group_size: int, group_rank: int, global_ranks_in_group: list[int], backend: Any, store: Any,
-            group_name: str, *args: Any, **kwargs: Any,
+            group_name: Any, *args: Any, **kwargs: Any,
         ) -> Any:  # fmt: skip
             if not self.active:
                 return original(
@@ -223,7 +223,7 @@ def _never_destroy(group: ProcessGroup) -> None:
 
 
 def _fake_backends(requested: str) -> str:
-    """The fake backend for the CPU and every device that the requested one serves; importing the module registers it."""
+    """The fake backend for the CPU and all devices that the requested one serves; the import registers it."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401
 
     devices = {"cpu": "", **distributed_c10d.BackendConfig(dist.Backend(requested)).get_device_backend_map()}

@@ -24,6 +24,7 @@ from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotF
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
+from prism_sdk.runtime.cpus import cpu_share
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
@@ -52,7 +53,13 @@ def launch(config: LaunchConfig) -> LaunchResult:
 def _reporter(config: LaunchConfig) -> Report:
     if config.quiet:
         return lambda text: None
-    return lambda text: print(f"prism {config.mode}: {text}", file=sys.stderr, flush=True)
+    return lambda text: _say(f"prism {config.mode}: {text}\n")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # a terminal that is gone must not end the job
+        sys.stderr.write(line)
+        sys.stderr.flush()
 
 
 def _policy(config: LaunchConfig) -> Policy:
@@ -254,13 +261,6 @@ def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...]
     if not config.pin or config.mode is LaunchMode.RECORD:
         return None
     return cpu_share(position, num_here)
-
-
-def cpu_share(position: int, num_shares: int) -> tuple[int, ...] | None:
-    """The CPUs of one of `num_shares` equal shares of those that this process may use; None when there are too few."""
-    available = sorted(os.sched_getaffinity(0))
-    each = len(available) // num_shares
-    return tuple(available[position * each : (position + 1) * each]) or None
 
 
 def _master(config: LaunchConfig) -> tuple[str, int]:

@@ -45,7 +45,8 @@ class Expected:
         peer = "" if self.peer is None else f" with rank {self.peer}"
         reduce_op = f" {self.reduce_op.name.lower()}" if self.reduce_op else ""
         counts = f"{self.num_elements_in} to {self.num_elements_out} elements"
-        return f"{self.op.name.lower()}{reduce_op}{peer} of {counts} {self.dtype.text} over ranks {_short(self.group_ranks)}"
+        name, ranks = self.op.name.lower(), _short(self.group_ranks)
+        return f"{name}{reduce_op}{peer} of {counts} {self.dtype.text} over ranks {ranks}"
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,12 @@ class Operation:
         return self.signature[0] in _REDUCTIONS
 
     @property
+    def root(self) -> int | None:
+        """Group rank of the root; None where the operation has none."""
+        root: int | None = self.signature[3]
+        return root
+
+    @property
     def complete(self) -> bool:
         return len(self.posts) == self.size
 

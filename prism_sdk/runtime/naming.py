@@ -49,4 +49,4 @@ def activate_adapters(
         try:
             until.enter_context(adapters[name].activate(TracerNamer(tracer)))
         except Exception as error:  # a plugin's fault must not reach the training
-            print(f"prism: adapter {name} is left out: {type(error).__name__}: {error}", file=sys.stderr)
+            sys.stderr.write(f"prism: adapter {name} is left out: {type(error).__name__}: {error}" + "\n")

@@ -3,7 +3,7 @@
 Responsible for rebuilding the options that the operator's arguments came from.
 
 It calls the backend's methods, which release the interpreter lock, and not the kernel that was replaced: called from
-Python that one keeps the lock, and a worker thread of the backend that needs it (to drop a tensor) then blocks for ever.
+Python that one keeps the lock, and a worker thread of the backend that needs it (to drop a tensor) blocks for ever.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _all_reduce(backend: Any, a: tuple[Any, ...]) -> Any:
 
 
 def _all_reduce_coalesced(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend.allreduce_coalesced(a[0], _options(c10d.AllreduceCoalescedOptions, a, 3, reduceOp=_reduce_op(backend, a[2])))
+    options = _options(c10d.AllreduceCoalescedOptions, a, 3, reduceOp=_reduce_op(backend, a[2]))
+    return backend.allreduce_coalesced(a[0], options)
 
 
 def _broadcast(backend: Any, a: tuple[Any, ...]) -> Any:
@@ -65,11 +66,13 @@ def _reduce(backend: Any, a: tuple[Any, ...]) -> Any:
 
 
 def _reduce_scatter_base(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend._reduce_scatter_base(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3])))
+    options = _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3]))
+    return backend._reduce_scatter_base(a[0], a[1], options)
 
 
 def _reduce_scatter(backend: Any, a: tuple[Any, ...]) -> Any:
-    return backend.reduce_scatter(a[0], a[1], _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3])))
+    options = _options(c10d.ReduceScatterOptions, a, 4, reduceOp=_reduce_op(backend, a[3]))
+    return backend.reduce_scatter(a[0], a[1], options)
 
 
 def _each(method: Native) -> Native:
@@ -104,7 +107,8 @@ class Several:
         self._works = works
 
     def wait(self, *timeout: timedelta) -> bool:
-        return all([work.wait(*timeout) for work in self._works])
+        results = [work.wait(*timeout) for work in self._works]  # wait for each, also after a failure
+        return all(results)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)

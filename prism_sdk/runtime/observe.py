@@ -46,7 +46,8 @@ class TimedWork(PrismWork):
     """Wraps a backend's own work handle and dates the waits for it."""
 
     def __init__(self, inner: Work, tracer: Tracer, unit: int, call: Call, posted_ns: int) -> None:
-        super().__init__(_timed_wait(inner, tracer, unit, call, posted_ns, self), inner.is_completed, call.outputs, is_async=call.is_async)
+        wait = _timed_wait(inner, tracer, unit, call, posted_ns, self)
+        super().__init__(wait, inner.is_completed, call.outputs, is_async=call.is_async)
         self._inner: Work | None = inner
 
     def _release(self) -> None:

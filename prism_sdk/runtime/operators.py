@@ -1,6 +1,6 @@
 """From the arguments of each `c10d::` operator to a `Call`.
 
-Responsible for knowing the operators' schemas (torch 2.9 to 2.14) and nothing else; `intercept.py` installs the kernels.
+Responsible for knowing the operators' schemas (torch 2.9 to 2.14) and nothing else; intercept.py installs the kernels.
 The lists of lists in the schemas are a relic of several devices per process: the first element is the only one used.
 """
 

@@ -118,11 +118,11 @@ class Consumer:
         self.counts = PrefetchCounts()
 
     def announce(self, first: int) -> None:
-        """An operation was issued that will take payloads from `first` on; operations may take theirs in another order."""
+        """An operation was issued that takes payloads from `first` on; operations may take theirs in any order."""
         self._open[first] = None
 
     def take(self, first: int, count: int) -> list[memoryview]:
-        """The payloads `first` to `first + count`; valid until `release`. What is not there yet is read from the trace."""
+        """The payloads `first` to `first + count`; valid until `release`. What is not there yet is read now."""
         views = []
         for index in range(first, first + count):
             item = self._sequence.from_index(index)
@@ -148,7 +148,8 @@ class Consumer:
         self._open.pop(first, None)
         oldest = next(iter(self._open), None)
         self._released = max(self._released, first + count)
-        self._ring.consumed = max(self._ring.consumed, self._released if oldest is None else min(oldest, self._released))
+        free = self._released if oldest is None else min(oldest, self._released)
+        self._ring.consumed = max(self._ring.consumed, free)
 
 
 def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:

@@ -48,7 +48,7 @@ def exit_code_of(exit_: SystemExit) -> int:
         return 0
     if isinstance(exit_.code, int):
         return exit_.code & 0xFF
-    print(exit_.code, file=sys.stderr)
+    sys.stderr.write(f"{exit_.code}\n")
     return 1
 
 

@@ -44,7 +44,7 @@ class RankSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)
     cpus: tuple[int, ...] | None = None
     payloads: PayloadMode = PayloadMode.NONE
-    steps: StepRange = StepRange()
+    steps: StepRange = field(default_factory=StepRange)
     arena_fd: int = -1
     emulate: EmulateSpec | None = None
     plugins: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,8 +59,12 @@ class Conversation:
 def user_stack() -> list[str]:
     """This thread's Python stack without Prism's own frames, innermost last."""
     own = __name__.rpartition(".")[0]
-    frames = [f for f in traceback.walk_stack(sys._getframe(1)) if not f[0].f_globals.get("__name__", "").startswith(own)]
-    lines = [f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}" for f, line in frames]
+    frames = traceback.walk_stack(sys._getframe(1))
+    lines = [
+        f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
+        for frame, line in frames
+        if not frame.f_globals.get("__name__", "").startswith(own)
+    ]
     lines.reverse()
     start = next((i for i, text in enumerate(lines) if "<frozen runpy>" not in text and "forkserver" not in text), 0)
     return lines[start:]
@@ -67,12 +72,12 @@ def user_stack() -> list[str]:
 
 def user_place() -> str:
     """File and line of the innermost frame outside torch and Prism."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(("torch", "prism_sdk")):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "unknown"
 
 
@@ -237,7 +242,7 @@ class RecordSeam(Seam):
 
 def install_coalescing() -> None:
     """Make explicit coalescing a list of operations: torch's fake backend would drop them (it does so silently)."""
-    group_class = dist.ProcessGroup
+    group_class: Any = dist.ProcessGroup
     open_lists: dict[str, list[Any]] = {}
 
     def start(self: Any, device: torch.device) -> None:

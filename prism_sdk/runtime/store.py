@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=5)
 _kept: list[Any] = []  # C++ keeps only the C++ half of a Python store
 
 
-class LauncherStore(dist.Store):  # type: ignore[misc]
+class LauncherStore(Store):
     """A key-value store held by the launcher."""
 
     def __init__(self, conversation: Conversation, release: Callable[[list[tuple[int, int]]], None]) -> None:
@@ -106,7 +107,7 @@ def install_rendezvous(
         rank = int(query.get("rank", os.environ.get("RANK", "-1")))
         world_size = int(query.get("world_size", os.environ.get("WORLD_SIZE", "-1")))
         store = LauncherStore(conversation, release)
-        prefix = dist.PrefixStore(f"{parsed.scheme}:{parsed.netloc}", store)
+        prefix = PrefixStore(f"{parsed.scheme}:{parsed.netloc}", store)
         _kept.append(prefix)
         yield prefix, rank, world_size
         raise RuntimeError("a second rendezvous under one URL is not supported")

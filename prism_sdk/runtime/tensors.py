@@ -75,7 +75,7 @@ def fill(tensor: torch.Tensor, read: Callable[[memoryview], None]) -> None:
 
 
 def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Tensor]:
-    """Reduce all members' contributions of `call` in rank order; one flat tensor for each tensor of the contribution."""
+    """Reduce all contributions to `call` in rank order; one flat tensor for each tensor of the contribution."""
     fold = _FOLD[call.reduce_op]
     totals, offset = [], 0
     for like in call.contribution:
@@ -88,14 +88,15 @@ def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Ten
                 if member:
                     fold(total, part)
             if call.reduce_op is ReduceOp.AVG:
-                total.div_(num_members, rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
+                is_exact = total.is_floating_point() or total.is_complex()
+                total.div_(num_members, rounding_mode=None if is_exact else "trunc")
         totals.append(total)
         offset += like.nbytes
     return totals
 
 
 def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequence[int]]) -> None:
-    """Fill the outputs of `call`. For an all-to-all, `send_bytes(member)` says how that member's contribution is split."""
+    """Fill the outputs of `call`. Of an all-to-all, `send_bytes(member)` says how a contribution is split."""
     for delivery in call.deliveries:
         fill(delivery.tensor, lambda view, d=delivery: read_into(d.source, d.offset_bytes, view))  # type: ignore[misc]
     if call.receive_tensors is not None:
@@ -106,7 +107,7 @@ def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequenc
 
 
 def deliver_locally(call: Call, source: Sequence[torch.Tensor]) -> None:
-    """Fill the outputs of `call` from one source at hand (`combine`'s result), without a detour through shared memory."""
+    """Fill the outputs of `call` from one source at hand (`combine`'s result), without shared memory."""
     data = Bytes(source)
     view = memoryview(data.joined())
 

@@ -2,7 +2,7 @@
 
 Responsible for the rows and their order, for phases and step boundaries; it takes no part in communication.
 
-The hot path appends one small list per event; everything else (columns, compression, writing) happens at a step boundary
+The hot path appends one small list per event; all else (columns, compression, writing) is done at a step boundary
 when enough rows have gathered.  Clock: CLOCK_MONOTONIC, one clock for all processes of a machine.
 """
 
@@ -112,7 +112,8 @@ class Tracer:
         self._rows.append(
             [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
              int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
-             group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32, ABSENT if call.tag is None else call.tag,
+             group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32,
+             ABSENT if call.tag is None else call.tag,
              1 if call.is_async else 0, ABSENT, ABSENT, self._names, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
         return self._flushed + len(self._rows) - 1
@@ -162,7 +163,7 @@ class Tracer:
         self._enter(Phase.OPTIMIZER)
 
     def optimizer_ends(self) -> None:
-        """A step may end here; it does once the next backward begins (several optimizers may step one after the other)."""
+        """A step may end here; it does once the next backward begins (several optimizers may step in a row)."""
         self._enter(Phase.OTHER)
         self._other_since = self.num_units
         if self._num_backwards:
@@ -242,8 +243,8 @@ class Tracer:
         if any(names):
             columns["label"] = [None if n is None else n.label for n in names]
             for field in ("microbatch", "stage", "model_chunk"):
-                values = [None if n is None else getattr(n, field) for n in names]
-                columns[field] = np.array([_ABSENT32 if v is None else v for v in values], dtype=np.int64)
+                given = [None if n is None else getattr(n, field) for n in names]
+                columns[field] = np.array([_ABSENT32 if v is None else v for v in given], dtype=np.int64)
         columns["step"] = self._step_column(len(rows))
         return columns
 

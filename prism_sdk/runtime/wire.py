@@ -51,7 +51,7 @@ class Channel:
             self._fill()
 
     def receive_ready(self) -> list[tuple[Any, ...]]:
-        """Read once (the socket must be readable) and return every whole message. Raises ChannelClosed at end of file."""
+        """Read once (the socket must be readable); returns every whole message. Raises ChannelClosed at end of file."""
         self._fill()
         return self.take_ready()
 

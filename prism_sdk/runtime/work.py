@@ -2,7 +2,7 @@
 
 Responsible for the life of a handle between C++ and Python; completing the operation is the business of the mode.
 
-C++ keeps only the C++ half of a Python `Work`: once the Python half is collected, `wait()` from C++ blocks for ever.  So
+C++ keeps only the C++ half of a Python `Work`: once the Python half is collected, `wait()` from C++ blocks for ever. So
 a handle stays referenced here until it was waited for, and some thousand more after that (functional collectives and
 futures may ask again).  What it holds of the operation goes when it was waited for, its results when the program drops
 the handle, as with torch's own handles: else memory would not be that of the real job.
@@ -28,7 +28,7 @@ def outstanding_works() -> list[PrismWork]:
     return list(_live.values())
 
 
-class PrismWork(Work):  # type: ignore[misc]
+class PrismWork(Work):
     """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
 
     def __init__(
@@ -120,16 +120,20 @@ class PrismWork(Work):  # type: ignore[misc]
 def wait_before_backward_ends(work: PrismWork) -> bool:
     """Queue the wait for the end of the running backward pass; False when no node of one is running now.
 
-    Not inside the engine's final callbacks: what is queued there runs after the callback, which may wait itself (DDP with
-    a static graph reduces and waits in one callback).
+    Not inside the engine's final callbacks: what is queued there runs after the callback, which may wait itself (DDP
+    with a static graph reduces and waits in one callback).
     """
     if torch._C._current_autograd_node() is None:
         return False
-    torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+
+    def wait() -> None:
+        work.wait()
+
+    torch.autograd.Variable._execution_engine.queue_callback(wait)
     return True
 
 
-class _LazyFuture(torch.futures.Future):  # type: ignore[misc]
+class _LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # subscripted it is another class
     """Waiting for it in Python drives the work, so that a script may ask before the backward pass has ended."""
 
     def __init__(self, work: PrismWork) -> None:

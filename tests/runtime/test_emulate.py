@@ -210,6 +210,13 @@ def metadata(path: Path) -> Mapping[str, str]:
         return dict(reader.metadata)
 
 
+def values(reader: TraceReader, rank: int) -> list[tuple[int, bytes | None, bytes | None]]:
+    """What went into the rank's collectives and came out."""
+    table = reader.units(rank)
+    collectives = np.flatnonzero(table.kind == UnitKind.COLLECTIVE).tolist()
+    return [(int(table.op[row]), table.payload_in_at(row), table.payload_out_at(row)) for row in collectives]
+
+
 def printed(text: str) -> list[float]:
     return [float(value) for value in re.findall(r"^step \d+ loss (\S+)$", text, re.MULTILINE)]
 
@@ -232,10 +239,10 @@ def assert_same(recorded: Path, emulated: Path, sandbox: str, *, num_steps: int)
             assert facts[f"rank.{rank}.reductions_compensated"] == "0"
             assert facts[f"rank.{rank}.operations_without_values"] == "0"
             assert facts[f"rank.{rank}.steps_beyond_recorded"] == "0"
-            assert int(facts[f"rank.{rank}.prefetch_hits"]) + int(facts[f"rank.{rank}.prefetch_misses"]) > 0
+    assert sum(int(facts[f"rank.{ranks[0]}.prefetch_{what}"]) for what in ("hits", "misses")) > 0
 
 
-# -- recordings ---------------------------------------------------------------------------------------------------------
+# -- recordings ------------------------------------------------------------------------------------------------------
 
 
 def test_recordings_do_not_depend_on_the_number_of_slots(lab: Laboratory) -> None:
@@ -245,14 +252,10 @@ def test_recordings_do_not_depend_on_the_number_of_slots(lab: Laboratory) -> Non
         assert len(first.payload_digests) > 0
         for rank in range(RANKS):
             assert losses(one, rank) == losses(two, rank)
-            digests = [
-                [(int(t.op[i]), t.payload_in_at(i), t.payload_out_at(i)) for i in np.flatnonzero(t.kind == UnitKind.COLLECTIVE)]
-                for t in (first.units(rank), second.units(rank))
-            ]
-            assert digests[0] == digests[1]
+            assert values(first, rank) == values(second, rank)
 
 
-# -- emulations ---------------------------------------------------------------------------------------------------------
+# -- emulations ------------------------------------------------------------------------------------------------------
 
 
 def test_calibration_writes_a_whole_graph_with_times(lab: Laboratory) -> None:
@@ -298,7 +301,7 @@ def test_the_other_examples(lab: Laboratory, program: tuple[str, ...], sandbox: 
     assert np.isfinite(losses(output, int(sandbox[-1]))).all() or sandbox == "1"  # only the last stage has a loss
 
 
-# -- what is not as recorded --------------------------------------------------------------------------------------------
+# -- what is not as recorded -----------------------------------------------------------------------------------------
 
 
 def test_more_steps_than_recorded(lab: Laboratory) -> None:
@@ -371,7 +374,7 @@ def test_a_broken_graph_is_named_and_nothing_is_started(lab: Laboratory, damage:
     assert not output.exists()
 
 
-# -- every operation ----------------------------------------------------------------------------------------------------
+# -- every operation -------------------------------------------------------------------------------------------------
 
 
 class Operations:

@@ -28,7 +28,7 @@ REDUCTIONS = (Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER)
 
 
 class Graph:
-    """Writes a graph of three ranks; the value of rank r in the n-th operation is `n * 10 + r`, of a result `n * 10 + 9`."""
+    """Writes a graph of three ranks; rank r gives `n * 10 + r` to the n-th operation, which results in `n * 10 + 9`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -50,7 +50,7 @@ class Graph:
                "num_elements_out": 1, "group_id": 1, "peer": ABSENT32, "tag": ABSENT, "reduce_op": 0}  # fmt: skip
         self.rows[rank].append({**row, **columns})
 
-    def collective(self, op: Op, *, root: int | None = None, ranks: tuple[int, ...] = (0, 1, 2), **columns: Any) -> None:
+    def collective(self, op: Op, *, root: int | None = None, ranks: tuple[int, ...] = (0, 1, 2)) -> None:
         self.num += 1
         group = 1 if len(ranks) == 3 else 2
         seq = self.seq(group)
@@ -61,7 +61,7 @@ class Graph:
             self.add(
                 rank, UnitKind.COLLECTIVE, op, group_id=group, seq=seq, peer=ABSENT32 if root is None else root,
                 reduce_op=ReduceOp.SUM if op in REDUCTIONS else 0, payload_in=self.value(rank) if gives else None,
-                payload_out=self.value(9) if takes else None, **more, **columns,
+                payload_out=self.value(9) if takes else None, **more,
             )  # fmt: skip
 
     def message(self, source: int, destination: int, tag: int = 0) -> None:

@@ -51,7 +51,9 @@ class Pool:
 
     def blob(self, index: int) -> bytes:
         span = len(self.blobs) - self.sequence.repeat_from
-        return self.blobs[index if index < len(self.blobs) else self.sequence.repeat_from + (index - len(self.blobs)) % span]
+        if index >= len(self.blobs):
+            index = self.sequence.repeat_from + (index - len(self.blobs)) % span
+        return self.blobs[index]
 
     def use(self, first: int, count: int = 1) -> None:
         self.consumer.announce(first)

@@ -5,7 +5,9 @@ Responsible for the two places in torch that every framework passes; adapters gi
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -52,9 +54,23 @@ def follow_training(tracer: Tracer, is_active: Callable[[], bool]) -> None:
     register_optimizer_step_post_hook(after)
 
 
+def _is_inference_of_shapes() -> bool:
+    """Whether this backward is torch.distributed.pipelining's own, over uninitialised tensors, to find out shapes."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(6):
+        if frame is None:
+            return False
+        if frame.f_code.co_name == "_backward_metadata_inference":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _losses(roots: Any) -> list[float | Callable[[], float]]:
     """Values of the scalar roots. On an accelerator the value is fetched later, so that no synchronisation is added."""
     values: list[float | Callable[[], float]] = []
+    if _is_inference_of_shapes():
+        return values
     for root in roots:
         if type(root) is torch.Tensor and root.numel() == 1 and root.is_floating_point():
             kept = root.detach()

@@ -238,7 +238,8 @@ def _rank_spec(
         "LOCAL_WORLD_SIZE": config.nproc_per_node, "GROUP_RANK": rank // config.nproc_per_node,
         "GROUP_WORLD_SIZE": config.num_nodes, "ROLE_RANK": rank, "ROLE_WORLD_SIZE": config.world_size,
         "ROLE_NAME": "default", "MASTER_ADDR": address, "MASTER_PORT": port, "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1, "TORCHELASTIC_RUN_ID": config.rdzv_id or "none",
+        "TORCHELASTIC_MAX_RESTARTS": 0, "TORCHELASTIC_RUN_ID": config.rdzv_id or "none",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
     }  # fmt: skip
     shown = config.local_ranks_filter
     return RankSpec(

@@ -83,6 +83,7 @@ class Tracer:
         self._scalars: list[tuple[int, str, float]] = []
         self._memory_peak = 0
         self._names: Names | None = None
+        self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
         self.step = 0
         self._step_start = ABSENT
         self._step_cpu = 0
@@ -116,7 +117,9 @@ class Tracer:
              ABSENT if call.tag is None else call.tag,
              1 if call.is_async else 0, ABSENT, ABSENT, self._names, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
-        return self._flushed + len(self._rows) - 1
+        unit = self._flushed + len(self._rows) - 1
+        self._open[unit] = self.step
+        return unit
 
     def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion."""
@@ -126,6 +129,7 @@ class Tracer:
              ABSENT, self._names, None, None, None, None]
         )  # fmt: skip
         self._last_ns = end_ns
+        self._open.pop(unit, None)
         if blocked:
             self.amend(unit, END, end_ns)
 
@@ -203,7 +207,8 @@ class Tracer:
         self.step += 1
         self._bounds.append((unit, self.step))
         if len(self._rows) >= FLUSH_ROWS or now_ns() - self._last_flush > FLUSH_INTERVAL_NS:
-            self.flush(everything=False)
+            self._open = {unit: step for unit, step in self._open.items() if step >= self.step - 1}  # else given up
+            self.flush(everything=False, open_unit=min(self._open, default=None))
 
     # -- writing ----------------------------------------------------------------------------------------------------
 

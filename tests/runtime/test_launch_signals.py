@@ -51,8 +51,7 @@ def _start(bench: Any, mode: str) -> Any:
     [
         ("record", signal.SIGINT, False),
         ("record", signal.SIGINT, True),
-        ("record", signal.SIGTERM, False),
-        ("observe", signal.SIGINT, True),
+        ("observe", signal.SIGTERM, True),
         ("observe", signal.SIGHUP, False),
     ],
 )

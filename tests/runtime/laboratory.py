@@ -1,0 +1,104 @@
+"""Records, calibrates and emulates jobs of four ranks for the emulation tests, and each recording only once.
+
+It holds no tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prism_sdk.builtin.slices import write_times
+from prismtrace import ABSENT, GraphKind, TraceReader, UnitKind
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 100.0
+RANKS = 4
+
+DDP = ("train_ddp.py", "--steps", "3", "--width", "32", "--layers", "2", "--batch", "8", "--precise")
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+
+@dataclass
+class Laboratory:
+    """Runs `prism` in one folder, and each recording only once."""
+
+    folder: Path
+    serial: int = 0
+    kept: dict[str, Path] = field(default_factory=dict)
+
+    def run(self, mode: str, output: Path, program: tuple[str, ...], *options: str | Path) -> Ended:
+        script = EXAMPLES / program[0] if not os.path.isabs(program[0]) else Path(program[0])
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")} | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", output, *options, "--", script, *program[1:]]
+        done = subprocess.run(
+            list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, cwd=self.folder, env=environment
+        )
+        return Ended(done.returncode, done.stdout, done.stderr)
+
+    def path(self, name: str) -> Path:
+        self.serial += 1
+        return self.folder / f"{name}-{self.serial}.prism"
+
+    def record(self, program: tuple[str, ...], *options: str) -> Path:
+        key = json.dumps([program, options])
+        if key not in self.kept:
+            output = self.path("recorded")
+            flags = options if "--slots" in options else ("--slots", "2", *options)
+            ended = self.run("record", output, program, "--nproc-per-node", str(RANKS), *flags)
+            assert ended.code == 0, ended.err
+            self.kept[key] = output
+        return self.kept[key]
+
+    def graph(self, program: tuple[str, ...], *options: str) -> Path:
+        """The recording with times that nobody measured: values do not depend on them."""
+        key = json.dumps(["graph", program, options])
+        if key not in self.kept:
+            self.kept[key] = made_up_times(self.record(program, *options), self.path("graph"))
+        return self.kept[key]
+
+    def emulate(self, graph: Path, program: tuple[str, ...], sandbox: str, *options: str) -> tuple[Ended, Path]:
+        output = self.path("emulated")
+        return self.run("emulate", output, program, "--graph", graph, "--sandbox", sandbox, *options), output
+
+    @cached_property
+    def calibrated(self) -> tuple[Path, Ended]:
+        """The DDP job, calibrated as a user would."""
+        output = self.path("calibrated")
+        ended = self.run("calibrate", output, DDP, "--graph", self.record(DDP), "--slots", "2", "-O", "passes=1")
+        assert ended.code == 0, ended.err
+        return output, ended
+
+
+def made_up_times(source: Path, output: Path) -> Path:
+    columns: dict[int, dict[str, Any]] = {}
+    with TraceReader(source) as reader:
+        for rank in reader.ranks:
+            table = reader.units(rank)
+            talks = np.isin(table.kind, [UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV])
+            columns[rank] = {
+                "transfer_ns": np.where(talks, 20_000, ABSENT),
+                "gap_ns": np.where(table.kind == UnitKind.COMPUTE, 0, ABSENT),
+            }
+    write_times(source, columns, output, GraphKind.CALIBRATED, {}, with_payloads=True)
+    return output
+
+
+def metadata(path: Path) -> Mapping[str, str]:
+    with TraceReader(path) as reader:
+        return dict(reader.metadata)

@@ -34,7 +34,7 @@ from prism_sdk.errors import OutputError, UnreadableError
 from prism_sdk.graph.errors import GraphError
 from prismtrace import ABSENT, ABSENT32, UnitKind
 
-__all__ = ["BoundaryPlan", "START", "Stream", "Term", "evaluate"]  # noqa: RUF022 - plainly sorted, as everywhere
+__all__ = ["BoundaryPlan", "START", "Stream", "Term", "evaluate"]
 
 Int64Array = npt.NDArray[np.int64]
 

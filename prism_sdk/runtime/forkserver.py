@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
+import importlib.util
 import os
 import select
 import signal
@@ -26,6 +28,24 @@ from prism_sdk.runtime.wire import Channel, ChannelClosed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+# what a rank imports itself it pays for itself: memory, and the time of the import
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.profiler._cupti_monitor",
+    "torch.testing._internal.distributed.fake_pg",
+    "prism_sdk.runtime.agent",
+    "prism_sdk.runtime.emulate",
+    "prism_sdk.runtime.hooks",
+    "prism_sdk.runtime.observe",
+    "prism_sdk.runtime.record",
+    "prism_sdk.runtime.store",
+)
 
 
 def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
@@ -86,15 +106,10 @@ def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
 
 
 def _import_torch() -> None:
-
-    # what a rank imports itself it pays for itself: an import touches the objects of many modules (7 MiB a rank)
-    import prism_sdk.runtime.agent
-    import prism_sdk.runtime.emulate
-    import prism_sdk.runtime.hooks
-    import prism_sdk.runtime.observe
-    import prism_sdk.runtime.record
-    import prism_sdk.runtime.store  # noqa: F401
-
+    for name in _PRELOADED:
+        if importlib.util.find_spec(name) is None:
+            continue  # private to a version of torch
+        importlib.import_module(name)
     _warm_up()
 
 

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from prism_sdk.errors import RunError
 from prism_sdk.graph.plan import START, BoundaryPlan, Stream
 
-_ENTRY = struct.Struct("<qqq")  # post time, offset and size of a contribution that differs from the recorded one
+_POST = struct.Struct("<q")  # ns of the monotonic clock; 0: not there yet
 _ORIGIN_BYTES = 64
 _KEPT = 65536  # arrivals kept; an operation's terms refer to the recent past
 _POST_TIMEOUT_NS = 600_000_000_000
-SAME = -1  # offset: the contribution equals the recorded one
 
 
 class PostBoard:
@@ -28,7 +27,7 @@ class PostBoard:
 
     def __init__(self, fd: int, num_members: int) -> None:
         self._fd = fd
-        self._row_bytes = num_members * _ENTRY.size
+        self._row_bytes = num_members * _POST.size
 
     def publish_origin(self, origin_ns: int) -> None:
         os.pwrite(self._fd, struct.pack("<q", origin_ns), 0)
@@ -37,22 +36,23 @@ class PostBoard:
         """The origin of the job's clock, set by the first sandbox rank."""
         return self._wait(lambda: struct.unpack("<q", os.pread(self._fd, 8, 0))[0], "the first sandbox rank to start")
 
-    def publish(self, row: int, member: int, posted_ns: int, offset: int = SAME, num_bytes: int = 0) -> None:
-        position = _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size
-        os.pwrite(self._fd, _ENTRY.pack(posted_ns, offset, num_bytes), position)
+    def publish(self, row: int, member: int, posted_ns: int) -> None:
+        os.pwrite(self._fd, _POST.pack(posted_ns), self._position(row, member))
 
-    def entry(self, row: int, member: int) -> tuple[int, int, int]:
-        """What a member published at an operation; waits until it is there."""
-        self._wait(lambda: self._read(row, member)[0], f"sandbox member {member} at boundary operation {row}")
-        return self._read(row, member)
+    def post(self, row: int, member: int) -> int:
+        """When a member arrived at an operation; waits until it has."""
+        return self._wait(lambda: self._read(row, member), f"sandbox member {member} at boundary operation {row}")
 
     def has(self, row: int, member: int) -> bool:
         """Whether a member has published its post at an operation."""
-        return self._read(row, member)[0] != 0
+        return self._read(row, member) != 0
 
-    def _read(self, row: int, member: int) -> tuple[int, int, int]:
-        raw = os.pread(self._fd, _ENTRY.size, _ORIGIN_BYTES + row * self._row_bytes + member * _ENTRY.size)
-        return _ENTRY.unpack(raw) if len(raw) == _ENTRY.size else (0, 0, 0)
+    def _position(self, row: int, member: int) -> int:
+        return _ORIGIN_BYTES + row * self._row_bytes + member * _POST.size
+
+    def _read(self, row: int, member: int) -> int:
+        raw = os.pread(self._fd, _POST.size, self._position(row, member))
+        return int(_POST.unpack(raw)[0]) if len(raw) == _POST.size else 0
 
     def _wait(self, read: Callable[[], int], what: str) -> int:
         started = time.monotonic_ns()
@@ -93,7 +93,7 @@ class BoundaryEngine:
         return index + shift * len(self.plan)
 
     def post(
-        self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0, offset: int = SAME, num_bytes: int = 0
+        self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0
     ) -> tuple[int, int]:
         """This rank has arrived at the recorded operation `seq` of a stream, or `shift` > 0 steps beyond, at its like.
 
@@ -102,7 +102,7 @@ class BoundaryEngine:
         index, _ = self.plan.find(stream, seq=seq)
         self._posts[index, shift] = posted_ns
         if self._board is not None:
-            self._board.publish(self.row(index, shift), self._me, posted_ns, offset, num_bytes)
+            self._board.publish(self.row(index, shift), self._me, posted_ns)
         return index, shift
 
     def stand_in(self, met: Stream, met_seq: int, meant: Stream, meant_seq: int, *, shift: int) -> None:
@@ -162,4 +162,4 @@ class BoundaryEngine:
         members = [self._members.index(rank) for rank, _ in self.plan.members(handle[0])]
         if not wait and not all(self._board.has(row, member) for member in members):
             return None
-        return max((self._board.entry(row, member)[0] for member in members), default=0)
+        return max((self._board.post(row, member) for member in members), default=0)

@@ -28,6 +28,12 @@ class Ended:
     err: str
 
 
+def _default_signals() -> None:
+    """A test run that was started with nohup or in the background ignores these, and Prism respects that."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Bench:
     """A folder, scripts in it, and commands run on them."""
 
@@ -46,7 +52,8 @@ class Bench:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")}
         process = subprocess.Popen(
             [str(word) for word in words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.folder,
-            env={**environment, "BENCH_MARK": self.mark, **(env or {})}, **options,  # type: ignore[call-overload]
+            env={**environment, "BENCH_MARK": self.mark, **(env or {})}, preexec_fn=_default_signals,
+            **options,  # type: ignore[call-overload]
         )  # fmt: skip
         self._running.append(process)
         return process

@@ -150,7 +150,8 @@ def test_load_and_disable(install: Install) -> None:
     assert list(only.strategies()) == ["a"]
     assert record(only, "two").reason == "not in PRISM_LOAD_PLUGINS"
     by_distribution = PluginManager(Settings(disable_plugins=("dist-one",)), builtin=False)
-    assert list(by_distribution.strategies()) == ["b"]
+    found = set(by_distribution.strategies())  # other plugins may be installed beside these
+    assert "b" in found and "a" not in found
     with pytest.raises(UnknownNameError, match="three"):
         PluginManager(Settings(load_plugins=("three",))).check_named()
     named_wins = PluginManager(Settings(load_plugins=("one",)), named=["two"], builtin=False)

@@ -16,8 +16,9 @@ from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
-from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, num_cpus, run_job
+from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
 from prism_sdk.runtime.shards import parts_directory
 from prismtrace import TraceReader
 

@@ -84,7 +84,6 @@ class Call:
     dtype: DType = DType.UNSPECIFIED
     equal_counts: bool = True  # members must contribute the same number of elements
     sizes_differ: str | None = None  # what does not fit between inputs and outputs
-    all_ranks: bool = False  # monitored_barrier: name every missing rank
 
     def check(self) -> None:
         """Raise RuntimeError for what every backend refuses; the modes that replace the backend call this."""
@@ -104,6 +103,11 @@ class Call:
             raise RuntimeError("send: a rank cannot send to itself")
         if self.sizes_differ is not None:
             raise RuntimeError(f"{self.op.name.lower()}: {self.sizes_differ}")
+
+    @property
+    def other_rank(self) -> int | None:
+        """Group rank of the root of a rooted collective or of the other end of a message; None where there is none."""
+        return self.peer if self.root is None else self.root
 
     @property
     def num_elements_in(self) -> int:

@@ -9,6 +9,11 @@ import os
 from contextlib import suppress
 
 
+def num_cpus() -> int:
+    """How many CPUs this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def cpu_share(position: int, num_shares: int) -> tuple[int, ...] | None:
     """The CPUs of one of `num_shares` equal shares of those that this process may use; None when there are too few."""
     available = sorted(os.sched_getaffinity(0))

@@ -15,7 +15,6 @@ import prismtrace
 from prism_sdk.abc import ReplaySession
 from prism_sdk.errors import TraceMismatchError
 from prism_sdk.graph.plan import BoundaryPlan
-from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.intercept import Seam
@@ -87,7 +86,7 @@ class _Cursor:
             return False
         one = self.script.expected[position]
         group = call.group
-        peer = call.root if call.root is not None else call.peer
+        peer = call.other_rank
         if one.op is not call.op or one.group_ranks != group.ranks or one.dtype != call.dtype:
             return False
         if one.reduce_op != call.reduce_op or (peer is not None and group.ranks[peer] != one.peer):
@@ -101,7 +100,7 @@ class _Cursor:
 
 def describe(call: Call) -> str:
     """A call in the words of `Expected.describe`."""
-    peer = call.root if call.root is not None else call.peer
+    peer = call.other_rank
     group = call.group
     return Expected(
         0, 0, call.op, call.reduce_op, call.dtype, 0, group.ranks, 0, None if peer is None else group.ranks[peer], 0,
@@ -128,8 +127,6 @@ class EmulateSeam(Seam):
         several = len(self.facts.sandbox) > 1
         board = PostBoard(self.facts.board_fd, len(self.facts.sandbox)) if several else None
         self.engine = BoundaryEngine(plan, spec.rank, board)
-        self.board = board
-        self.arena = Arena(spec.arena_fd, spec.rank)
         self.reader = prismtrace.TraceReader(self.facts.graph)
         ring_fd = self.facts.ring_fds[self.facts.sandbox.index(spec.rank)]
         self.pool = Consumer(ring_fd, self.reader, script.sequence)
@@ -175,22 +172,15 @@ class EmulateSeam(Seam):
                 self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
         if call.is_p2p and call.peer is None:
             call.peer = call.group.ranks.index(one.peer or 0)
-            handle_source: int | None = call.peer
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
-        else:
-            handle_source = None
         if one.stream is None:
-            real = self._issue_real(call, unit, posted)
-            if handle_source is not None and isinstance(real, PrismWork):
-                real.source = handle_source
-            return real
+            return self._issue_real(call, unit, posted)
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         if one.sources:
             self.pool.announce(one.first_item + moved)
         work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
                          is_async=call.is_async)  # fmt: skip
-        if handle_source is not None:
-            work.source = handle_source
+        work.source = -1 if call.peer is None else call.peer
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -203,7 +193,9 @@ class EmulateSeam(Seam):
             if work is None:
                 self.tracer.wait(unit, posted, now_ns(), blocked=True)
                 return None
-            return TimedWork(work, self.tracer, unit, call, posted)
+            timed = TimedWork(work, self.tracer, unit, call, posted)
+            timed.source = -1 if call.peer is None else call.peer
+            return timed
 
         def complete(timeout: timedelta | None) -> None:
             own = Bytes(call.contribution)

@@ -24,7 +24,7 @@ from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotF
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
-from prism_sdk.runtime.cpus import cpu_share
+from prism_sdk.runtime.cpus import cpu_share, num_cpus
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
@@ -70,11 +70,6 @@ def _policy(config: LaunchConfig) -> Policy:
     return AllAtOnce()
 
 
-def num_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 class AllAtOnce(Policy):
     """Every rank runs from the start (observe, emulate)."""
 
@@ -115,7 +110,7 @@ def run_job(
     master = _master(config)
     if config.mode is LaunchMode.OBSERVE:
         check_port(config, *master)
-    arena_fd = create_arena(world_size) if config.mode is not LaunchMode.OBSERVE else -1
+    arena_fd = create_arena(world_size) if config.mode is LaunchMode.RECORD else -1
     facts = {**_metadata(config), **(metadata or {})}
     with Interrupts() as interrupts, _parts(config.output, report) as shards:
         parts = shards.folder
@@ -183,7 +178,7 @@ def check_target(config: LaunchConfig) -> None:
 def _merge(parts: Path, output: Path, metadata: Mapping[str, str]) -> bool:
     try:
         return merge_shards(parts, output, metadata) > 0
-    except (OSError, prismtrace.PrismTraceError, AttributeError) as error:
+    except (OSError, prismtrace.PrismTraceError) as error:
         raise OutputError(str(output), reason=str(error)) from error
 
 

@@ -218,7 +218,7 @@ def _barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
 
 
 def _monitored_barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
-    return Call(Op.BARRIER, group, native, is_async=False, all_ranks=bool(_argument(args, 4, False)))
+    return Call(Op.BARRIER, group, native, is_async=False)
 
 
 def _send(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:

@@ -109,7 +109,7 @@ class Tracer:
         """Add the row of a communication posted at `posted_ns`; returns its unit_index."""
         self.compute_until(posted_ns)
         group = call.group
-        peer = call.root if call.root is not None else call.peer
+        peer = call.other_rank
         self._rows.append(
             [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
              int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,

@@ -21,6 +21,15 @@ def cpu_share(position: int, num_shares: int) -> tuple[int, ...] | None:
     return tuple(available[position * each : (position + 1) * each]) or None
 
 
+def sandbox_cpus(position: int, *, num_sandbox: int, world_size: int) -> tuple[int, ...] | None:
+    """The CPUs of one of `num_sandbox` sandbox ranks: as many as a rank gets that runs beside real ones.
+
+    A calibration slice divides the CPUs among as many ranks as there are CPUs (or ranks in the job). A sandbox rank
+    that got its virtual peers' share as well would not run as it did there.
+    """
+    return cpu_share(position, max(num_sandbox, min(num_cpus(), world_size)))
+
+
 def slot_cpus(slot: int, num_slots: int) -> tuple[int, ...]:
     """An equal share of the CPUs for each slot; with more slots than CPUs several slots share one."""
     available = sorted(os.sched_getaffinity(0))

@@ -22,6 +22,7 @@ from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult
+from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
 from prism_sdk.runtime.manifest import Script, read_scripts
@@ -90,7 +91,7 @@ def run_sandbox(
         scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, report)
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         try:
-            with _assistants(facts, scripts, work, config.pin):
+            with _assistants(facts, scripts, work, pin=config.pin, world_size=config.world_size):
                 return run_job(
                     replace(config, mode=LaunchMode.EMULATE), SandboxPolicy(), report, ranks=sandbox, emulate=facts,
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
@@ -155,10 +156,13 @@ def _ring_bytes(config: LaunchConfig, script: Script) -> int:
 
 
 @contextlib.contextmanager
-def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, pin: bool) -> Iterator[None]:
+def _assistants(
+    facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, pin: bool, world_size: int
+) -> Iterator[None]:
     """One prefetching process for each sandbox rank, on CPUs that no sandbox rank uses where there are any."""
-    available = sorted(os.sched_getaffinity(0))
-    spare = available[len(facts.sandbox) :] if pin else []
+    num_sandbox = len(facts.sandbox)
+    shares = [sandbox_cpus(i, num_sandbox=num_sandbox, world_size=world_size) or () for i in range(num_sandbox)]
+    spare = sorted(os.sched_getaffinity(0) - {cpu for share in shares for cpu in share}) if pin else []
     processes = []
     try:
         for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):

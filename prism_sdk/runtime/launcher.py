@@ -24,7 +24,7 @@ from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotF
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
-from prism_sdk.runtime.cpus import cpu_share, num_cpus
+from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
@@ -256,6 +256,8 @@ def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...]
     """
     if not config.pin or config.mode is LaunchMode.RECORD:
         return None
+    if config.mode is LaunchMode.EMULATE:
+        return sandbox_cpus(position, num_sandbox=num_here, world_size=config.world_size)
     return cpu_share(position, num_here)
 
 

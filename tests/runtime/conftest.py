@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,31 +49,33 @@ class Bench:
         path.write_text(textwrap.dedent(text))
         return path
 
-    def start(self, *words: str | Path, env: dict[str, str] | None = None, **options: object) -> subprocess.Popen[str]:
+    def start(
+        self, *words: str | Path, env: dict[str, str] | None = None, prepare: Callable[[], None] = _default_signals
+    ) -> subprocess.Popen[str]:
+        """Start a command; `prepare` runs in the child before it."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")}
         process = subprocess.Popen(
             [str(word) for word in words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.folder,
-            env={**environment, "BENCH_MARK": self.mark, **(env or {})}, preexec_fn=_default_signals,
-            **options,  # type: ignore[call-overload]
+            env={**environment, "BENCH_MARK": self.mark, **(env or {})}, preexec_fn=prepare,
         )  # fmt: skip
         self._running.append(process)
         return process
 
     def prism(
-        self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = (), **more: object
+        self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = (), **more: Any
     ) -> subprocess.Popen[str]:
         """Start a launch; `finish` waits for it."""
         flags = [] if "-o" in options else ["-o", str(self.output)]
         return self.start(
             sys.executable, "-m", "prism_sdk.cli.main", mode, *flags, *options, "--", script, *arguments, **more
-        )  # type: ignore[arg-type]
+        )
 
     def finish(self, process: subprocess.Popen[str], *, text: str | None = None) -> Ended:
         out, err = process.communicate(text, timeout=SECONDS)
         return Ended(process.returncode, out, err)
 
-    def run(self, mode: str, script: Path | str, *options: str, **more: object) -> Ended:
-        return self.finish(self.prism(mode, script, *options, **more))  # type: ignore[arg-type]
+    def run(self, mode: str, script: Path | str, *options: str, **more: Any) -> Ended:
+        return self.finish(self.prism(mode, script, *options, **more))
 
     def metadata(self, path: Path | None = None) -> dict[str, str]:
         with TraceReader(path or self.output) as reader:

@@ -127,7 +127,7 @@ def test_shards_that_cannot_be_joined_stay_and_the_next_run_saves_them(bench: An
     def restrict() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
-    ended = bench.finish(bench.prism("observe", script, "--nproc-per-node", "2", preexec_fn=restrict))
+    ended = bench.finish(bench.prism("observe", script, "--nproc-per-node", "2", prepare=restrict))
     assert ended.code == 1
     assert "cannot write" in ended.err and "out.prism" in ended.err and "prism merge" in ended.err
     assert not bench.output.exists()

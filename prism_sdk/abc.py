@@ -1,4 +1,4 @@
-"""The abstract classes that a plugin implements: strategies, replay backends and framework adapters.
+"""The abstract classes that a plugin implements: strategies, replay backends, framework adapters, importers, exporters.
 
 It holds no implementation and imports no framework: what ships in the box is under ``prism_sdk.builtin``,
 and the objects that the runtime hands to a plugin (the contexts) are implemented under ``prism_sdk.runtime``.
@@ -7,7 +7,7 @@ and the objects that the runtime hands to a plugin (the contexts) are implemente
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,13 @@ __all__ = [
     "CalibrationPass",
     "CalibrationResult",
     "CalibrationStrategy",
+    "ConversionReport",
     "FrameworkAdapter",
     "ReplayBackend",
     "ReplayContext",
     "ReplaySession",
+    "TraceExporter",
+    "TraceImporter",
     "UnitNamer",
 ]
 
@@ -247,3 +250,86 @@ class FrameworkAdapter(abc.ABC):
     @abc.abstractmethod
     def activate(self, namer: UnitNamer) -> AbstractContextManager[None]:
         """Wrap the hooks; the returned context manager restores every one of them on exit."""
+
+
+# --- other formats -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What an import or export did. ``counts`` are facts by name, ``notes`` what was lost, repaired or guessed."""
+
+    output: Path
+    counts: Mapping[str, int]
+    notes: tuple[str, ...] = ()
+
+
+class TraceImporter(abc.ABC):
+    """Turns files of another format into one trace."""
+
+    name: str
+    """What the user types after ``--from``."""
+    description: str
+    """One line for ``prism plugins``."""
+
+    @abc.abstractmethod
+    def recognises(self, source: Path, head: bytes) -> bool:
+        """Whether ``source`` looks like this format, judged by its name and first 64 KiB (decompressed where gzip).
+
+        For a folder ``head`` is empty. Must be cheap and must not raise; several importers may say yes to one file.
+        """
+
+    @abc.abstractmethod
+    def import_trace(
+        self,
+        sources: Sequence[Path],
+        *,
+        output: Path,
+        options: Mapping[str, str],
+        report: Callable[[str], None],
+    ) -> ConversionReport:
+        """Read ``sources`` (files or folders, one job) and write one trace, whole or not at all.
+
+        Args:
+            sources: what the user named, in that order.
+            output: the trace to write (``.prism``); replaces a file of that name once it is complete.
+            options: the user's ``-O key=value`` pairs. ``lossless=true`` asks for everything that the source holds.
+            report: shows one line of progress.
+
+        Raises:
+            TraceReadError: a source is damaged or not of this format; the message names file and offset.
+            UsageError: an option or the choice of sources makes no sense.
+        """
+
+
+class TraceExporter(abc.ABC):
+    """Writes a trace in another format."""
+
+    name: str
+    """What the user types after ``--to``."""
+    description: str
+    """One line for ``prism plugins``."""
+    suffixes: tuple[str, ...]
+    """Endings of output names that choose this exporter, longest first, such as ``.perfetto-trace``."""
+
+    @abc.abstractmethod
+    def export_trace(
+        self,
+        source: Path,
+        *,
+        output: Path,
+        options: Mapping[str, str],
+        report: Callable[[str], None],
+    ) -> ConversionReport:
+        """Write ``source`` (a trace) to ``output`` (a file or a new folder), whole or not at all.
+
+        Args:
+            source: a finished trace.
+            output: what to write.
+            options: the user's ``-O key=value`` pairs.
+            report: shows one line of progress.
+
+        Raises:
+            PrismTraceError: the trace cannot be read.
+            UsageError: an option makes no sense, or the trace has nothing that this format can hold.
+        """

@@ -17,7 +17,7 @@ import pluggy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend
+    from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend, TraceExporter, TraceImporter
     from prism_sdk.runtime.config import LaunchConfig, LaunchResult
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "prism_observe_run_start",
     "prism_register_adapters",
     "prism_register_backends",
+    "prism_register_exporters",
+    "prism_register_importers",
     "prism_register_strategies",
 ]
 
@@ -94,6 +96,46 @@ def prism_register_backends() -> Sequence[ReplayBackend]:  # type: ignore[empty-
         Anything: the plugin is then marked broken and its other objects are not used.
 
     .. versionadded:: 0.1
+    """
+
+
+@hookspec
+def prism_register_importers() -> Sequence[TraceImporter]:  # type: ignore[empty-body]
+    """Register importers of other trace formats.
+
+    Called once for each plugin manager, before the first registered object is handed out.
+    Must not load what reads the format.
+
+    Args:
+        None.
+
+    Returns:
+        A list of :class:`prism_sdk.abc.TraceImporter` objects; names must be unique over all plugins.
+
+    Raises:
+        Anything: the plugin is then marked broken and its other objects are not used.
+
+    .. versionadded:: 0.2
+    """
+
+
+@hookspec
+def prism_register_exporters() -> Sequence[TraceExporter]:  # type: ignore[empty-body]
+    """Register exporters of other trace formats.
+
+    Called once for each plugin manager, before the first registered object is handed out.
+    Must not load what writes the format.
+
+    Args:
+        None.
+
+    Returns:
+        A list of :class:`prism_sdk.abc.TraceExporter` objects; names must be unique over all plugins.
+
+    Raises:
+        Anything: the plugin is then marked broken and its other objects are not used.
+
+    .. versionadded:: 0.2
     """
 
 

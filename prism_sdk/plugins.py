@@ -18,7 +18,7 @@ import pluggy
 
 from prism_sdk import hookspecs
 from prism_sdk._discovery import Candidate, builtin_candidates, installed_candidates, named_candidate, one_line
-from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend
+from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend, TraceExporter, TraceImporter
 from prism_sdk.errors import BrokenPluginError, DuplicateNameError, UnknownNameError
 from prism_sdk.settings import Settings
 
@@ -34,7 +34,15 @@ _KINDS: dict[str, tuple[str, type[Any]]] = {
     "adapter": ("prism_register_adapters", FrameworkAdapter),
     "strategy": ("prism_register_strategies", CalibrationStrategy),
     "backend": ("prism_register_backends", ReplayBackend),
+    "importer": ("prism_register_importers", TraceImporter),
+    "exporter": ("prism_register_exporters", TraceExporter),
 }
+_PLURALS = {"strategy": "strategies"}
+
+
+def _plural(kind: str) -> str:
+    return _PLURALS.get(kind, kind + "s")
+
 
 
 @dataclass(frozen=True)
@@ -51,12 +59,20 @@ class PluginRecord:
     adapters: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     backends: tuple[str, ...] = ()
+    importers: tuple[str, ...] = ()
+    exporters: tuple[str, ...] = ()
+
+    @property
+    def brings(self) -> dict[str, tuple[str, ...]]:
+        """What the plugin registered: kind of object (``strategy``) -> names, kinds without any left out."""
+        named = {kind: getattr(self, _plural(kind)) for kind in _KINDS}
+        return {kind: names for kind, names in named.items() if names}
 
     def to_dict(self) -> dict[str, object]:
         """The record as JSON-ready values."""
         values: dict[str, object] = dict(self.__dict__)
-        for kind in ("adapters", "strategies", "backends"):
-            values[kind] = list(getattr(self, kind))
+        for kind in _KINDS:
+            values[_plural(kind)] = list(getattr(self, _plural(kind)))
         return values
 
 
@@ -126,6 +142,14 @@ class PluginManager:
         """Every usable replay backend by name; the first where a name is taken twice."""
         return {name: found[0][1] for name, found in self._by_name("backend").items()}
 
+    def importers(self) -> dict[str, TraceImporter]:
+        """Every usable importer by name; the first where a name is taken twice."""
+        return {name: found[0][1] for name, found in self._by_name("importer").items()}
+
+    def exporters(self) -> dict[str, TraceExporter]:
+        """Every usable exporter by name; the first where a name is taken twice."""
+        return {name: found[0][1] for name, found in self._by_name("exporter").items()}
+
     def adapter(self, name: str) -> FrameworkAdapter:
         """The adapter that the user named.
 
@@ -145,6 +169,16 @@ class PluginManager:
     def backend(self, name: str) -> ReplayBackend:
         """The replay backend that the user named. Raises as :meth:`adapter` does."""
         found: ReplayBackend = self._one("backend", name)
+        return found
+
+    def importer(self, name: str) -> TraceImporter:
+        """The importer that the user named. Raises as :meth:`adapter` does."""
+        found: TraceImporter = self._one("importer", name)
+        return found
+
+    def exporter(self, name: str) -> TraceExporter:
+        """The exporter that the user named. Raises as :meth:`adapter` does."""
+        found: TraceExporter = self._one("exporter", name)
         return found
 
     def records(self) -> tuple[PluginRecord, ...]:
@@ -336,7 +370,7 @@ class PluginManager:
 
     def _record(self, entry: _Entry) -> PluginRecord:
         candidate, objects = entry.candidate, entry.objects or {}
-        names = {kind: tuple(item.name for item in objects.get(kind, ())) for kind in _KINDS}
+        names = {_plural(kind): tuple(item.name for item in objects.get(kind, ())) for kind in _KINDS}
         return PluginRecord(
             name=candidate.name,
             origin=candidate.origin,
@@ -345,9 +379,7 @@ class PluginManager:
             version=candidate.version,
             status=entry.status,
             reason=entry.reason,
-            adapters=names["adapter"],
-            strategies=names["strategy"],
-            backends=names["backend"],
+            **names,
         )
 
     # --- tracing -----------------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ def test_there_are_hooks() -> None:
         "prism_register_adapters",
         "prism_register_strategies",
         "prism_register_backends",
+        "prism_register_importers",
+        "prism_register_exporters",
         "prism_observe_run_start",
         "prism_observe_run_end",
     }

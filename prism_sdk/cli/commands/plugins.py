@@ -39,15 +39,7 @@ def command(named: tuple[str, ...], as_json: bool) -> int:
     else:
         rows = []
         for record in records:
-            brings = [
-                f"{kind} {', '.join(names)}"
-                for kind, names in (
-                    ("strategy", record.strategies),
-                    ("backend", record.backends),
-                    ("adapter", record.adapters),
-                )
-                if names
-            ]
+            brings = [f"{kind} {', '.join(names)}" for kind, names in record.brings.items()]
             version = " ".join(part for part in (record.distribution, record.version) if part) or record.module
             shown = "; ".join(brings) if record.status == "ok" else f"{record.status}: {record.reason}"
             rows.append((record.name, record.origin, version, shown))

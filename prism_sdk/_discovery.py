@@ -14,10 +14,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from prism_sdk.hookspecs import PROJECT_NAME
+
 __all__ = [
     "BUILTIN_MODULES",
     "Candidate",
     "builtin_candidates",
+    "check_markers",
     "installed_candidates",
     "named_candidate",
     "one_line",
@@ -163,3 +166,15 @@ def _load_file(path: Path) -> object:
 
 def _normalized(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
+
+
+def check_markers(plugin: object) -> None:
+    """A hook function without its marker would silently never be called."""
+    for name in dir(plugin):
+        if not name.startswith("prism_"):
+            continue
+        function = getattr(plugin, name, None)
+        if not callable(function) or getattr(function, "__module__", None) == "prism_sdk.hookspecs":
+            continue
+        if not hasattr(function, f"{PROJECT_NAME}_impl"):
+            raise ValueError(f"{name} is not marked with @prism_sdk.hookimpl")

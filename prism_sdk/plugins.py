@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 from prism_sdk import hookspecs
-from prism_sdk._discovery import Candidate, builtin_candidates, installed_candidates, named_candidate, one_line
+from prism_sdk._discovery import (
+    Candidate,
+    builtin_candidates,
+    check_markers,
+    installed_candidates,
+    named_candidate,
+    one_line,
+)
 from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend, TraceExporter, TraceImporter
 from prism_sdk.errors import BrokenPluginError, DuplicateNameError, UnknownNameError
 from prism_sdk.settings import Settings
@@ -266,7 +273,7 @@ class PluginManager:
         plugin: object = None
         try:
             plugin = entry.candidate.load()
-            _check_markers(plugin)
+            check_markers(plugin)
             self._pm.register(plugin, name=name)
             self._pm.check_pending()
         except (Exception, SystemExit) as error:
@@ -394,15 +401,3 @@ class PluginManager:
             error = outcome.exception
             shown = f"raised {one_line(error)}" if error is not None else f"returned {outcome.get_result()!r}"
             self._report(f"prism: hook {hook_name} {shown}")
-
-
-def _check_markers(plugin: object) -> None:
-    """A hook function without its marker would silently never be called."""
-    for name in dir(plugin):
-        if not name.startswith("prism_"):
-            continue
-        function = getattr(plugin, name, None)
-        if not callable(function) or getattr(function, "__module__", None) == hookspecs.__name__:
-            continue
-        if not hasattr(function, f"{hookspecs.PROJECT_NAME}_impl"):
-            raise ValueError(f"{name} is not marked with @prism_sdk.hookimpl")

@@ -16,15 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
+from prism_sdk import _discovery as discovery
 from prism_sdk import hookspecs
-from prism_sdk._discovery import (
-    Candidate,
-    builtin_candidates,
-    check_markers,
-    installed_candidates,
-    named_candidate,
-    one_line,
-)
 from prism_sdk.abc import CalibrationStrategy, FrameworkAdapter, ReplayBackend, TraceExporter, TraceImporter
 from prism_sdk.errors import BrokenPluginError, DuplicateNameError, UnknownNameError
 from prism_sdk.settings import Settings
@@ -44,11 +37,10 @@ _KINDS: dict[str, tuple[str, type[Any]]] = {
     "importer": ("prism_register_importers", TraceImporter),
     "exporter": ("prism_register_exporters", TraceExporter),
 }
-_PLURALS = {"strategy": "strategies"}
 
 
 def _plural(kind: str) -> str:
-    return _PLURALS.get(kind, kind + "s")
+    return "strategies" if kind == "strategy" else kind + "s"
 
 
 
@@ -85,7 +77,7 @@ class PluginRecord:
 
 @dataclass
 class _Entry:
-    candidate: Candidate
+    candidate: discovery.Candidate
     status: str = "ok"
     reason: str | None = None
     asked_for: bool = False
@@ -128,7 +120,7 @@ class PluginManager:
         if self._settings.trace_hooks:
             self._pm.add_hookcall_monitoring(self._trace_before, self._trace_after)
         if builtin:
-            for candidate in builtin_candidates():
+            for candidate in discovery.builtin_candidates():
                 self._add(candidate)
         if installed:
             self._add_installed()
@@ -233,11 +225,12 @@ class PluginManager:
     def register(self, plugin: object, *, name: str) -> None:
         """Add a plugin object that is already in memory. A problem with it shows in its record."""
         module = getattr(plugin, "__module__", None) or getattr(plugin, "__name__", type(plugin).__name__)
-        self._add(Candidate(name=name, origin="registered", module=str(module), load=lambda: plugin), asked_for=True)
+        candidate = discovery.Candidate(name=name, origin="registered", module=str(module), load=lambda: plugin)
+        self._add(candidate, asked_for=True)
 
     def _add_installed(self) -> None:
         load = self._settings.load_plugins
-        for candidate in installed_candidates(ENTRY_POINT_GROUP):
+        for candidate in discovery.installed_candidates(ENTRY_POINT_GROUP):
             if load is not None and not candidate.aliases & set(load):
                 self._skip(candidate, reason="not in PRISM_LOAD_PLUGINS")
             else:
@@ -251,12 +244,12 @@ class PluginManager:
                     entry.status, entry.reason = "ok", None
                     self._load(entry)
                 return
-        self._add(named_candidate(text), asked_for=True)
+        self._add(discovery.named_candidate(text), asked_for=True)
 
-    def _skip(self, candidate: Candidate, *, reason: str) -> None:
+    def _skip(self, candidate: discovery.Candidate, *, reason: str) -> None:
         self._entries.append(_Entry(candidate, status="disabled", reason=reason))
 
-    def _add(self, candidate: Candidate, *, asked_for: bool = False) -> None:
+    def _add(self, candidate: discovery.Candidate, *, asked_for: bool = False) -> None:
         self._collected = False
         if candidate.aliases & set(self._settings.disable_plugins):
             self._skip(candidate, reason="in PRISM_DISABLE_PLUGINS")
@@ -273,13 +266,13 @@ class PluginManager:
         plugin: object = None
         try:
             plugin = entry.candidate.load()
-            check_markers(plugin)
+            discovery.check_markers(plugin)
             self._pm.register(plugin, name=name)
             self._pm.check_pending()
         except (Exception, SystemExit) as error:
             if plugin is not None and self._pm.has_plugin(name):
                 self._pm.unregister(plugin)
-            entry.break_(one_line(error))
+            entry.break_(discovery.one_line(error))
 
     # --- collecting --------------------------------------------------------------------------------------------------
 
@@ -293,7 +286,7 @@ class PluginManager:
             try:
                 entry.objects = {kind: self._register_kind(entry, kind) for kind in _KINDS}
             except (Exception, SystemExit) as error:
-                entry.break_(one_line(error))
+                entry.break_(discovery.one_line(error))
                 self._pm.unregister(name=entry.candidate.name)
 
     def _register_kind(self, entry: _Entry, kind: str) -> list[Any]:
@@ -330,7 +323,8 @@ class PluginManager:
             try:
                 self._call_one(entry, hook_name, kwargs)
             except Exception as error:
-                self._report(f"prism: warning: plugin {entry.candidate.name!r}, {hook_name}: {one_line(error)}")
+                why = discovery.one_line(error)
+                self._report(f"prism: warning: plugin {entry.candidate.name!r}, {hook_name}: {why}")
 
     # --- looking up --------------------------------------------------------------------------------------------------
 
@@ -399,5 +393,5 @@ class PluginManager:
     def _trace_after(self, outcome: Any, hook_name: str, impls: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if impls:
             error = outcome.exception
-            shown = f"raised {one_line(error)}" if error is not None else f"returned {outcome.get_result()!r}"
+            shown = f"raised {discovery.one_line(error)}" if error is not None else f"returned {outcome.get_result()!r}"
             self._report(f"prism: hook {hook_name} {shown}")

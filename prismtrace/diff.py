@@ -161,9 +161,9 @@ class _Diff:
                 self._steps(rank, *tables)
             elif kind is TableKind.SCALARS:
                 self._scalars(rank, *tables)
-            elif self._wants("events"):
+            if kind.name in ("EVENTS", "TRACKS"):
                 self._events(kind, rank, *tables)
-            if kind in (TableKind.UNITS, TableKind.STEPS, TableKind.SCALARS):
+            else:
                 self._named_columns(kind, rank, *tables)
 
     # --- units -------------------------------------------------------------------------------------------------------
@@ -312,6 +312,8 @@ class _Diff:
                 self._found.add("columns", where, *pair, number=len(rows))
 
     def _events(self, kind: TableKind, rank: int, a: Table, b: Table) -> None:
+        if not self._wants("events"):
+            return
         what = f"rank {rank}: {kind.name.lower()}"
         names = sorted(set(a.columns()) | set(b.columns()))
         if any(name not in table.columns() and "." in name for name in names for table in (a, b)):

@@ -45,7 +45,8 @@ _SPREAD: Final = np.uint64(0xD6E8FEB86659FD93)
 _SHIFT: Final = np.uint64(32)
 
 
-def _mixed(hashes: Hashes, values: NDArray[Any]) -> Hashes:
+def mixed(hashes: Hashes, values: NDArray[Any]) -> Hashes:
+    """Digests that also depend on one more integer a row."""
     result = (hashes ^ (values.astype(np.int64, copy=False).view(np.uint64) * _MULTIPLY)) * _SPREAD
     result ^= result >> _SHIFT
     return result * _MULTIPLY
@@ -73,11 +74,11 @@ def _list_numbers(column: ListColumn) -> NDArray[np.int64]:
     lengths = np.diff(column.offsets)
     start, stop = int(column.offsets[0]), int(column.offsets[-1])
     place = np.arange(start, stop) - np.repeat(column.offsets[:-1], lengths)
-    mixed = _mixed(np.zeros(stop - start, np.uint64), column.values[start:stop] + place * np.int64(1_000_003))
-    total = np.zeros(len(mixed) + 1, np.uint64)
-    np.cumsum(mixed, out=total[1:])
+    each = mixed(np.zeros(stop - start, np.uint64), column.values[start:stop] + place * np.int64(1_000_003))
+    total = np.zeros(len(each) + 1, np.uint64)
+    np.cumsum(each, out=total[1:])
     sums = total[column.offsets[1:] - start] - total[column.offsets[:-1] - start]
-    return np.where(column.valid, _mixed(sums, lengths).view(np.int64), ABSENT)
+    return np.where(column.valid, mixed(sums, lengths).view(np.int64), ABSENT)
 
 
 def group_numbers(groups: Mapping[int, ProcessGroup]) -> dict[int, int]:
@@ -99,10 +100,10 @@ def what_hashes(units: UnitTable, groups: Mapping[int, int]) -> Hashes:
     """What each unit is, without its place in the order."""
     hashes = np.zeros(len(units), np.uint64)
     for name in WHAT_COLUMNS:
-        hashes = _mixed(hashes, column_numbers(getattr(units, name)))
+        hashes = mixed(hashes, column_numbers(getattr(units, name)))
     ids, inverse = np.unique(units.group_id, return_inverse=True)
     numbers = np.array([groups.get(value, value) & (2**63 - 1) for value in ids.tolist()], np.int64)
-    return _mixed(hashes, numbers[inverse]) if len(units) else hashes
+    return mixed(hashes, numbers[inverse]) if len(units) else hashes
 
 
 def order_hashes(units: UnitTable, what: Hashes) -> Hashes:
@@ -110,7 +111,7 @@ def order_hashes(units: UnitTable, what: Hashes) -> Hashes:
     back = np.where(units.awaits == ABSENT, ABSENT, units.row_index - units.awaits)
     hashes = what
     for values in (units.step.astype(np.int64), units.seq, back):
-        hashes = _mixed(hashes, values)
+        hashes = mixed(hashes, values)
     return hashes
 
 
@@ -118,5 +119,5 @@ def row_hashes(table: Table, columns: Iterable[str]) -> Hashes:
     """A digest of the named columns of each row."""
     hashes = np.zeros(len(table), np.uint64)
     for name in columns:
-        hashes = _mixed(hashes, column_numbers(getattr(table, name)))
+        hashes = mixed(hashes, column_numbers(getattr(table, name)))
     return hashes

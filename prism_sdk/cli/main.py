@@ -31,11 +31,16 @@ _COMMANDS = {
     "Look at results": {
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",
+        "cat": "Print rows of a trace.",
+        "diff": "Say what changed between two traces.",
     },
     "Look after trace files": {
         "validate": "Check a trace file against the format.",
         "recover": "Save what is readable of a file that was cut off or damaged.",
-        "merge": "Join trace files into one.",
+        "merge": "Join trace files into one, also of unequal clocks.",
+        "slice": "Cut ranks, steps or a time window out of a trace.",
+        "redact": "Write a copy without names, paths and payloads.",
+        "convert": "Turn files of another format into a trace, or a trace into another format.",
     },
     "Look after the installation": {
         "plugins": "List plugins, and why one does not load.",

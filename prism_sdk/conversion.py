@@ -178,12 +178,8 @@ def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> 
     if name is not None:
         return manager.exporter(name)
     known = manager.exporters()
-    matches = [
-        (len(suffix), found)
-        for found, item in known.items()
-        for suffix in item.suffixes
-        if output.name.endswith(suffix)
-    ]
+    endings = [(suffix, found) for found, item in known.items() for suffix in item.suffixes]
+    matches = [(len(suffix), found) for suffix, found in endings if output.name.endswith(suffix)]
     longest = max((length for length, _ in matches), default=0)
     names = sorted({found for length, found in matches if length == longest})
     if len(names) == 1:
@@ -191,9 +187,9 @@ def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> 
     if names:
         message = f"more than one exporter writes {output.name}: {', '.join(names)}"
         raise UnknownFormatError(message, file=str(output), known=tuple(names), hint="say which: --to NAME")
-    endings = sorted({suffix for item in known.values() for suffix in item.suffixes} | {".prism"})
+    listing = ", ".join(sorted({suffix for suffix, _ in endings} | {".prism"}))
     advice = "\n  ".join(part for part in (_installed("exporters", known), _to_install(manager)) if part)
-    message = f"no exporter writes {output.name} (known endings: {', '.join(endings)})"
+    message = f"no exporter writes {output.name} (known endings: {listing})"
     raise UnknownFormatError(message, file=str(output), known=tuple(known), hint=advice)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace.clock_fit import Observations, components, fit
-from prismtrace.errors import TraceDataError, TraceUsageError
+from prismtrace.errors import TraceResultError, TraceUsageError
 from prismtrace.model import ABSENT, ABSENT32, Op, UnitKind
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import TABLES, TIME_COLUMNS, add_rows, copy_payload, iter_tables, new_trace
@@ -116,7 +116,7 @@ def estimate_clocks(
 
     Raises:
         TraceUsageError: nothing to align: there is only one clock.
-        TraceDataError: some clocks share no collective with the others (named).
+        TraceResultError: some clocks share no collective with the others (named).
         TraceFormatError: a source is broken.
     """
     if clocks not in ("file", "rank"):
@@ -244,10 +244,9 @@ def _check_connected(seen: Observations, names: list[str], ranks: list[list[int]
         words = [f"{names[number]} (ranks {_short(ranks[number])})" for number in part[:4]]
         texts.append(", ".join(words) + (f" and {len(part) - 4} more" if len(part) > 4 else ""))
     more = f"; and {len(parts) - 4} more sets" if len(parts) > 4 else ""
-    raise TraceDataError(
+    raise TraceResultError(
         f"these clocks share no collective with each other, so they cannot be aligned: {'; '.join(texts)}{more}. "
-        "Needed are all_reduce, all_gather, reduce_scatter, all_to_all or barrier with times and seq on both sides",
-        path="alignment",
+        "Needed are all_reduce, all_gather, reduce_scatter, all_to_all or barrier with times and seq on both sides"
     )
 
 

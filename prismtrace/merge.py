@@ -68,7 +68,8 @@ def merge(
 
     Raises:
         TraceUsageError: no inputs, or one clock only where clocks are to be aligned.
-        TraceDataError: two inputs disagree about the world size or the ranks of a group, or clocks cannot be aligned.
+        TraceDataError: two inputs disagree about the world size or the ranks of a group.
+        TraceResultError: clocks cannot be aligned.
         TraceFormatError: an input is broken.
         TraceWriteError: the result cannot be written, or exists.
     """

@@ -15,7 +15,7 @@ from typing import Any, Final
 from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, MAX_META_BYTES, RecordKind
 from prismtrace.encoding import stream_bytes
-from prismtrace.errors import TraceDataError, TraceUsageError
+from prismtrace.errors import TraceDataError, TraceResultError, TraceUsageError
 from prismtrace.index import read_header, read_meta
 from prismtrace.model import ProcessGroup, TableKind
 from prismtrace.pseudonyms import Pseudonymiser, boundary, remains
@@ -101,7 +101,7 @@ def redact(
         overwrite: replaces a file that exists.
 
     Raises:
-        TraceDataError: a secret is still in the output (in a payload, say); nothing is written.
+        TraceResultError: a secret is still in the output (in a payload, say); nothing is written.
         TraceFormatError: the source is broken.
         TraceWriteError: the result cannot be written, or exists.
     """
@@ -235,21 +235,21 @@ def check_absent(path: str, secrets: Mapping[str, str]) -> int:
         checked += len(raw)
         for needle, (text, kind) in everywhere.items():
             if needle in raw and boundary(text, kind).search(raw.decode("utf-8", "replace")):
-                raise _still_there(path, kind, where, text)
+                raise _still_there(kind, where, text)
     with TraceReader(path) as reader:
         for text in _all_texts(reader):
             for secret, kind in secrets.items():
                 if text == secret if kind in _WHOLE_KINDS else remains(text, secret, kind):
-                    raise _still_there(path, kind, "a text", secret)
+                    raise _still_there(kind, "a text", secret)
     return checked
 
 
-def _still_there(path: str, kind: str, where: str, secret: str) -> TraceDataError:
+def _still_there(kind: str, where: str, secret: str) -> TraceResultError:
     message = (
         f"a {kind} of the source ({len(secret)} characters) is still in {where} of the result, so nothing was written: "
         "drop payloads, replace all strings, or give the word as a name"
     )
-    return TraceDataError(message, path=path)
+    return TraceResultError(message)
 
 
 def _all_texts(reader: TraceReader) -> Iterator[str]:

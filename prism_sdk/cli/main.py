@@ -124,7 +124,10 @@ def _trace_error_code(error: Exception) -> int | None:
     errors = sys.modules.get("prismtrace.errors")  # not imported: the error cannot come from there
     if errors is None or not isinstance(error, errors.PrismTraceError):
         return None
-    return ExitCode.FINDING if isinstance(error, errors.TraceWriteError) else ExitCode.UNREADABLE
+    if isinstance(error, errors.TraceUsageError):
+        return ExitCode.USAGE
+    finding = isinstance(error, errors.TraceWriteError | errors.TraceResultError)
+    return ExitCode.FINDING if finding else ExitCode.UNREADABLE
 
 
 def _debug() -> bool:

@@ -59,7 +59,7 @@ def command(
         prism cat real.prism --columns op,start_ns,end_ns --format csv > units.csv
         prism cat real.prism --table steps --json
     """
-    from prismtrace import TraceReader, iter_rows
+    from prismtrace import TraceReader, TraceUsageError, iter_rows
     from prismtrace.rows import column_names, table_kind
 
     if as_json and style not in (None, "jsonl"):
@@ -84,7 +84,7 @@ def command(
             )
             for text in _FORMATS[style](batches, chosen or ()):
                 click.echo(text, nl=False)
-        except ValueError as error:
+        except TraceUsageError as error:
             raise UsageError(str(error)) from error
     return ExitCode.OK
 
@@ -130,10 +130,8 @@ def _as_table(batches: Iterator[RowBatch], columns: Sequence[str]) -> Iterator[s
         if not widths:
             widths = [max(len(row[place]) for row in [headers, *cells]) for place in range(len(headers))]
             cells = [headers, ["-" * width for width in widths], *cells]
-        yield "".join(
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() + "\n"
-            for row in cells
-        )
+        padded = [[cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in cells]
+        yield "".join("  ".join(row).rstrip() + "\n" for row in padded)
     if not widths:
         yield "  ".join(headers) + "\n"
 

@@ -1,4 +1,4 @@
-"""``prism convert``: converts between traces and other formats. Plugins do the work, ``prism_sdk.conversion`` the rest."""
+"""``prism convert``: converts between traces and other formats. It chooses nothing: ``prism_sdk.conversion`` does."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from prism_sdk.errors import ExitCode
 @click.option(
     "-O", "--option", "options", type=KEY_VALUE, multiple=True, metavar="KEY=VALUE", help="An option of the plugin."
 )
-@click.option(
-    "--plugin", "named", metavar="PLUGIN", multiple=True, help="Load this plugin too: a module or a .py file."
-)
+@click.option("--plugin", "named", metavar="PLUGIN", multiple=True, help="Load this one too: a module or a .py file.")
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(

@@ -185,18 +185,15 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
 def _show_sizes(sizes: dict[str, Any], *, limit: int | None) -> None:
     total = max(1, sizes["file_bytes"])
     columns = sizes["columns"][:limit]
-    rows = [
-        (item["table"], item["column"], item["stored_bytes"], item["raw_bytes"], item["stored_bytes"])
-        for item in columns
-    ]
+    rows = [(item["table"], item["column"], item["stored_bytes"], item["raw_bytes"]) for item in columns]
     if sizes["payload_bytes"]:
-        rows.append(("payloads", "", sizes["payload_bytes"], sizes["payload_raw_bytes"], sizes["payload_bytes"]))
-    rows.append(("index and rest", "", sizes["other_bytes"], sizes["other_bytes"], sizes["other_bytes"]))
+        rows.append(("payloads", "", sizes["payload_bytes"], sizes["payload_raw_bytes"]))
+    rows.append(("index and rest", "", sizes["other_bytes"], sizes["other_bytes"]))
     shown = []
-    for table, column, stored, raw, size in sorted(rows, key=lambda row: -row[4]):
+    for table, column, stored, raw in sorted(rows, key=lambda row: -row[2]):
         num_rows = sizes["num_rows"].get(table)
         per_row = f"{stored / num_rows:.3f}" if num_rows else ""
-        shown.append((table, column, format_bytes(stored), f"{100 * size / total:.1f} %", per_row, format_bytes(raw)))
+        shown.append((table, column, format_bytes(stored), f"{100 * stored / total:.1f} %", per_row, format_bytes(raw)))
     click.echo()
     echo_table(("table", "column", "in the file", "share", "bytes a row", "decompressed"), shown, right=(2, 3, 4, 5))
     _show_rest(len(sizes["columns"]) - len(columns), what="columns")

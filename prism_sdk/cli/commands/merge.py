@@ -58,6 +58,8 @@ def command(
 
     if not align and (drift or clocks):
         raise UsageError(f"{'--drift' if drift else '--clocks'} says how to align", hint="add --align")
+    if align and clocks != "rank" and len(files) < 2:
+        raise UsageError("one file has one clock: there is nothing to align", hint="--clocks rank gives each rank one")
     for file in files:
         if output.exists() and file.exists() and output.samefile(file):
             raise UsageError(f"the output {output} is one of the files to merge", hint="give -o another name")
@@ -93,7 +95,7 @@ def _show(found: Alignment, *, files: tuple[Path, ...] | None) -> None:
     outliers = f", {found.num_outliers} outliers left out" if found.num_outliers else ""
     click.echo(
         f"{found.num_collectives} collectives{outliers}; ends apart by {format_ns(found.before_median_ns)} before, "
-        f"{format_ns(found.residual_median_ns)} after (median), {format_ns(found.residual_max_ns)} (max)"
+        f"{format_ns(found.residual_median_ns)} after (median), {format_ns(found.residual_max_ns)} (max of all)"
     )
     if found.num_early_receives:
         click.echo(

@@ -81,9 +81,8 @@ def command(
         echo_json({"file": source, "output": output, "report": report, "redacted": REDACTED, "kept": KEPT})
         return ExitCode.OK
     counts = ", ".join(f"{number} {kind}" for kind, number in report.counts.items()) or "nothing"
-    click.echo(
-        f"wrote {output}: replaced {counts} in {report.num_texts_changed} of {report.num_texts} texts and metadata"
-    )
+    changed = f"{report.num_texts_changed} of {report.num_texts} texts, and in metadata"
+    click.echo(f"wrote {output}: replaced {counts} in {changed}")
     click.echo(f"dropped {report.num_payloads_dropped} payloads, {report.num_attachments_dropped} attachments")
     click.echo(f"searched {format_bytes(report.num_bytes_checked)} of output: none of it is left")
     if not report.reproducible:

@@ -77,9 +77,9 @@ def command(
     if as_json:
         echo_json({"file": source, "output": output, **vars(report)})
         return ExitCode.OK
-    span = (
-        "" if report.first_ns is None or report.last_ns is None else f", {format_ns(report.last_ns - report.first_ns)}"
-    )
+    span = ""
+    if report.first_ns is not None and report.last_ns is not None:
+        span = f", {format_ns(report.last_ns - report.first_ns)}"
     click.echo(
         f"wrote {output}: {report.num_units} of {report.num_units_before} units of {len(report.ranks)} ranks"
         f"{span}, {report.num_payloads} payloads"

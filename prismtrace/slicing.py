@@ -181,7 +181,9 @@ class _Cut:
             if self._steps is not None:
                 mask &= (step >= self._steps.start) & (step < self._steps.stop)
             if self._window is not None and kind is TableKind.STEPS:
-                mask &= self._in_window(table.start_ns, table.end_ns)
+                # a step without a start began where the one before it ended, the first with the job
+                before = np.concatenate([[ABSENT + 1], np.asarray(table.end_ns)[:-1]])
+                mask &= self._in_window(np.where(present(table.start_ns), table.start_ns, before), table.end_ns)
             elif self._window is not None:
                 mask &= np.isin(step, list(steps - {ABSENT32}))
         if mask.any():

@@ -134,7 +134,7 @@ def test_clocks_without_a_common_collective_are_refused_by_name(tmp_path: Path) 
     shards = write_shards(tmp_path, groups=[(0, 1), (2, 3)], offsets=[0] * 4, drifts=[0.0] * 4)
     with pytest.raises(TraceResultError, match=r"0 \(ranks 0\), 1 \(ranks 1\); 2 \(ranks 2\), 3 \(ranks 3\)"):
         merge(shards, tmp_path / "all.prism", align="file")
-    with pytest.raises(TraceUsageError, match="only one clock: nothing"):
+    with pytest.raises(TraceUsageError, match="only one clock"):
         merge(shards[:1], tmp_path / "all.prism", align="file")
     with pytest.raises(TraceUsageError, match="'file' or 'rank'"):
         merge(shards, tmp_path / "all.prism", align="host")

@@ -1,6 +1,6 @@
 """Corrupts two bytes of trace files, again and again, and counts what the reader makes of it.
 
-Does not stop at a fault: it names it, keeps the file beside the summary and goes on. The exit code is 1 after any fault.
+Does not stop at a fault: it names it, keeps the file and goes on. The exit code is 1 after any fault.
 
     python benchmarks/fuzz_trace.py --count 100000
     python benchmarks/fuzz_trace.py --count 20000 --seed 7 my_trace.prism

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace import ABSENT, ABSENT32, DType, Op, Phase, ProcessGroup, ReduceOp, UnitKind
+from prismtrace import ABSENT32, Op, Phase, UnitKind
 
 Columns = dict[str, Any]
 Job = dict[int, Columns]

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter
+from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter, validate
 from prismtrace.tables import DictionaryColumn, ListColumn, Table
 
 FRAME = struct.Struct("<4sBBHIIQII")
@@ -28,6 +28,7 @@ TABLES = ("units", "steps", "scalars", "events", "tracks")
 
 READ_LIMIT_S = 5.0
 MEMORY_LIMIT_BYTES = 256 << 20
+HOSTILE_RESULT_BYTES = 32 << 20
 
 
 class Hang(BaseException):
@@ -161,6 +162,26 @@ def read_damaged(raw: bytes, wanted: dict[str, Any], memory: Memory) -> Result:
     if memory.growth() > MEMORY_LIMIT_BYTES:
         return Result(Outcome.BLOATED, f"{memory.growth() >> 20} MiB more")
     return result
+
+
+def check_hostile(raw: bytes, memory: Memory, *, allow_unfinished: bool = False) -> Result:
+    """Reads and validates bytes of which nothing is known; PrismTraceError is the only way to refuse them."""
+    memory.reset()
+    outcome, detail = Outcome.HARMLESS, ""
+    try:
+        with limited():
+            try:
+                everything(io.BytesIO(raw), allow_unfinished=allow_unfinished, max_result_bytes=HOSTILE_RESULT_BYTES)
+            except PrismTraceError as error:
+                outcome, detail = Outcome.REFUSED, type(error).__name__
+            validate(io.BytesIO(raw))
+    except Hang as error:
+        outcome, detail = Outcome.HUNG, str(error)
+    except Exception as error:
+        outcome, detail = Outcome.CRASHED, f"{type(error).__name__}: {error}"
+    if memory.growth() > MEMORY_LIMIT_BYTES:
+        return Result(Outcome.BLOATED, f"{memory.growth() >> 20} MiB more")
+    return Result(outcome, detail)
 
 
 def structure_bytes(raw: bytes) -> list[int]:

@@ -118,7 +118,8 @@ def _unshuffled(raw: bytes | memoryview, width: int, count: int) -> NDArray[Any]
     """Unsigned integers of `width` bytes; a read-only view of `raw` when they are bytes."""
     planes = np.frombuffer(raw, np.uint8, count * width).reshape(width, count)
     if width == 1:
-        return planes[0]
+        first: NDArray[Any] = planes[0]
+        return first
     if width == 8:
         interleaved = np.empty((count, width), np.uint8)
         for index in range(width):

@@ -83,7 +83,7 @@ class _Importer(TraceImporter):
                     job.note(f"{part.name}: {error.message}; left out")
                 except (TraceUsageError, OverflowError) as error:
                     raise TraceDataError(f"holds what a trace cannot: {error}", path=part.name) from error
-            job.metadata["import.format"] = self.name
+            job.describe("import.format", self.name)
             return job.finish()
 
     def _part(self, job: Job, part: Part, only: int | None, *, strict: bool, lossless: bool) -> None:
@@ -140,7 +140,7 @@ class ChakraImporter(_Importer):
         for note in file.facts.notes(part.name):
             job.note(note)
         if file.version:
-            job.metadata["chakra.version"] = file.version
+            job.describe("chakra.version", file.version)
         self._describe(job, file.attributes)
         if exact.MARK in file.attributes and not file.truncated:
             try:
@@ -170,9 +170,14 @@ class ChakraImporter(_Importer):
             job.hint_world(size)
         for name, (form, value) in attributes.items():
             if name.startswith("prism.metadata.") and form == "string":
-                job.metadata[name.removeprefix("prism.metadata.")] = value
-            elif not name.startswith("prism.") and form != "none" and name.replace("_", "").isalnum():
-                job.metadata[f"chakra.{name.lower()}"] = str(value)[: 1 << 16]
+                job.describe(name.removeprefix("prism.metadata."), value)
+            elif (
+                not name.startswith("prism.")
+                and name not in ("rank", "global_rank")
+                and form != "none"
+                and name.replace("_", "").isalnum()
+            ):
+                job.describe(f"chakra.{name.lower()}", str(value)[: 1 << 16])
 
 
 def _stated_rank(attributes: Mapping[str, tuple[str, Any]]) -> int | None:
@@ -216,7 +221,7 @@ class PyTorchExecutionTraceImporter(_Importer):
         for note in (*file.notes, *file.facts.notes(part.name)):
             job.note(note)
         for key, value in file.metadata.items():
-            job.metadata[f"pytorch_et.{key}"] = value
+            job.describe(f"pytorch_et.{key}", value)
         if file.has_times:
             job.use_graph_kind(GraphKind.OBSERVED)
         else:

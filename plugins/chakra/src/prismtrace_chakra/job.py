@@ -23,6 +23,7 @@ NAMED_COLUMNS: Final = FORMAT_VERSION >= (1, 0)
 """Whether this prismtrace stores columns that its registry does not name, and events."""
 
 MAX_NOTES: Final = 200
+_MAX_WORLD: Final = 1 << 20
 _COLUMNS: Final = {
     "kind": 0,
     "phase": 0,
@@ -94,8 +95,8 @@ class Job:
         self, output: Path, *, graph_kind: GraphKind, world_size: int | None, report: Callable[[str], None]
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self.metadata: dict[str, str] = {}
-        self.facts: dict[str, int] = {}
+        self._told: dict[str, str] = {}
+        self._varying: set[str] = set()
         self._notes: dict[str, None] = {}
         self._output, self._part = output, output.with_name(f".{output.name}.part")
         self._graph_kind, self._report = graph_kind, report
@@ -133,6 +134,11 @@ class Job:
     def note(self, text: str) -> None:
         """Something that was lost, repaired or guessed; the same text counts once."""
         self._notes[text] = None
+
+    def describe(self, key: str, value: str) -> None:
+        """A fact about the job that a rank's file tells; it is kept where all ranks say the same."""
+        if self._told.setdefault(key, value) != value:
+            self._varying.add(key)
 
     def claim(self, rank: int, source: str) -> None:
         """Say that `source` is what `rank` left.
@@ -190,6 +196,7 @@ class Job:
         for group in self._groups.values():
             self.hint_world(max(group.ranks) + 1)
         numbering = self._numbering()
+        self._check_peers()
         for rank, units in sorted(self._units.items()):
             self._write(rank, units, members, numbering)
         for rank, columns in sorted(self._exact.items()):
@@ -198,8 +205,9 @@ class Job:
         for group in self._groups.values():
             self._writer.add_group(group)
         self.counts["ranks"], self.counts["groups"] = len(self._sources), len(self._groups)
-        for key, value in self.metadata.items():
-            self._writer.set_metadata(key, value)
+        for key, value in self._told.items():
+            if key not in self._varying:
+                self._writer.set_metadata(key, value)
         self._writer.close()
         os.replace(self._part, self._output)
         notes = list(self._notes)
@@ -237,6 +245,22 @@ class Job:
         number = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
         made = ProcessGroup(number, group.name, group.description, group.backend, ranks)
         return self._groups.setdefault(number, made)
+
+    def _check_peers(self) -> None:
+        """A peer says how large the world is, unless that is known, or the number is beyond sense."""
+        limit = _MAX_WORLD if self._world_size is None else self._world_size
+        dropped = 0
+        for units in self._units.values():
+            peers = units.columns["peer"]
+            for row, peer in enumerate(peers):
+                if peer is None:
+                    continue
+                if peer >= limit:
+                    peers[row], dropped = None, dropped + 1
+                else:
+                    self.hint_world(peer + 1)
+        if dropped:
+            self.note(f"{dropped} peers are outside a world of {limit} ranks: left out")
 
     def _numbering(self) -> dict[LocalGroup, bool]:
         """Whether the numbers that the source gave to the collectives of a group can be kept: rising on every rank."""

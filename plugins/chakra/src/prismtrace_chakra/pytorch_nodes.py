@@ -17,6 +17,7 @@ from prismtrace_chakra.job import LocalGroup
 from prismtrace_chakra.sources import ForeignFileError
 
 _GROUPS_NODE: Final = "process_group:init"
+_WRONG: Final = re.compile("[\udc80-\udcff]")
 _TRIES: Final = 40
 _MAX_US: Final = 1 << 52
 _PLAIN: Final = ("rf_id", "fw_parent", "seq_id", "scope", "tid", "fw_tid", "op_schema")
@@ -122,7 +123,7 @@ def _document(data: bytes, path: str, notes: list[str]) -> dict[str, Any]:
 
 def _repaired(data: bytes, path: str, notes: list[str], reason: str) -> Any:
     """What can be had of bytes that are not strict JSON: NaN, control characters, wrong UTF-8, or a cut end."""
-    text = data.decode("utf-8", "backslashreplace")
+    text = _WRONG.sub(lambda found: f"\\\\x{ord(found[0]) & 0xFF:02x}", data.decode("utf-8", "surrogateescape"))
     if not text.lstrip().startswith("{"):
         raise TraceFormatError(f"is no JSON object ({reason})", path=path)
     try:

@@ -164,9 +164,11 @@ class _Builder:
     def _claim(self, node: EtNode, op: Op) -> int | None:
         """The call that a backend's node without parent belongs to: the first of its kind and size without one."""
         size = self._elements(node)
-        for key, waiting in self._loose.items():
-            if key[0] is op and waiting and (size is None or key[1] in (size, None)):
-                return waiting.popleft()
+        wanted = [op, Op.REDUCE_SCATTER] if op is Op.ALL_REDUCE and node.name.startswith("gloo:") else [op]
+        for each in wanted:  # gloo scatters by way of an all-reduce
+            for key, waiting in self._loose.items():
+                if key[0] is each and waiting and (size is None or key[1] in (size, None)):
+                    return waiting.popleft()
         return None
 
     # --- compute ---------------------------------------------------------------------------------------------------

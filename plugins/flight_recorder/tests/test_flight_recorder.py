@@ -204,7 +204,7 @@ def test_pytorchs_analyser_names_the_same_ranks(tmp_path: Path, behind: set[int]
             recorder.add("broadcast", state="scheduled")
     folder = write(tmp_path / "job", {recorder.rank: recorder.dump() for recorder in ranks})
     note = load(folder, tmp_path / "out.prism").notes[0]
-    first = next(each for each in torch_says(folder).collectives if not each.pass_check)
+    first = next(each for each in torch_says(folder).collectives if each.missing_ranks)
     assert (first.collective_seq_id, first.missing_ranks, first.collective_name) == (3, behind, "nccl:broadcast")
     have = "rank" if len(behind) == 1 else "ranks"
     named = {0: "0", 1: "1"}.get(min(behind), "") if len(behind) == 1 else "1, 3" if behind == {1, 3} else "0-2"

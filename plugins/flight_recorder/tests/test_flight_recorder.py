@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prismtrace_flight_recorder.importer import FlightRecorderImporter
+from prismtrace_flight_recorder.importer import NAMED_COLUMNS, FlightRecorderImporter
 
 import prismtrace
 from prism_sdk.abc import ConversionReport
@@ -411,3 +411,17 @@ def test_whatever_a_dump_holds_nothing_crashes(
     report = load(write(tmp_path / "fuzz", dumps), tmp_path / "fuzz.prism")
     errors = {finding.code for finding in prismtrace.validate(report.output) if finding.severity == "error"}
     assert errors <= {"PT031"}, "ranks may disagree, the trace itself is sound"
+
+
+def test_lossless_keeps_the_dumps(tmp_path: Path) -> None:
+    source = DATA / "gloo_trace_0"
+    if not NAMED_COLUMNS:
+        with pytest.raises(UsageError, match=r"format 1\.0"):
+            load(source, tmp_path / "out.prism", lossless="true")
+        return
+    report = load(source, tmp_path / "out.prism", lossless="true")
+    reader: Any = TraceReader(report.output)
+    assert reader.attachment("flight_recorder.0") == source.read_bytes()
+    units = reader.units(0)
+    assert units["flight_recorder.collective_seq_id"].tolist() == [1, 1, 2, 3, 2, 3, 4]
+    assert set(units["flight_recorder.state"]) == {"scheduled"}

@@ -1,7 +1,8 @@
 """Turns every node of a rank into an event, with all that the node holds in named columns. It derives no units.
 
-Names of the columns: `chakra.FIELD`, `chakra.attr.NAME.KIND`, `pytorch_et.FIELD`, `pytorch_et.attr.NAME`. Lists of ids
-are text, numbers with blanks between; other lists and nested values are JSON.
+Names of the columns: `chakra.FIELD`, `chakra.attr.NAME.KIND`, `pytorch_et.FIELD`, `pytorch_et.attr.NAME`. Dependencies
+are lists of ids, yes and no are 1 and 0, other lists and nested values are JSON. A column whose values are of another
+type than those of an earlier rank is called `NAME.text` there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-from prismtrace.model import ABSENT
+import numpy as np
+
+from prismtrace import ABSENT, ListColumn
 from prismtrace_chakra.chakra_nodes import ChakraFile
 from prismtrace_chakra.job import Job
 from prismtrace_chakra.pytorch_nodes import EtFile
@@ -54,12 +57,17 @@ class _Columns:
         done: dict[str, Any] = {}
         for name, column in self.values.items():
             column.extend([None] * (self._row - len(column)))
-            present = [value for value in column if value is not None]
-            if all(isinstance(value, bool) for value in present) and len(present) == len(column):
-                done[name] = column
-            elif all(isinstance(value, int) for value in present):
+            kinds = {_kind(value) for value in column if value is not None}
+            if not kinds:
+                continue
+            kind = kinds.pop() if len(kinds) == 1 else "text"
+            if "." in name and self._job.kinds.setdefault(name, kind) != kind:
+                name, kind = f"{name}.text", "text"
+            if kind == "ids":
+                done[name] = _list_column(column)
+            elif kind == "int":
                 done[name] = [ABSENT if value is None else _int64(int(value)) for value in column]
-            elif all(isinstance(value, float) for value in present):
+            elif kind == "float":
                 done[name] = [float("nan") if value is None else value for value in column]
             else:
                 done[name] = [None if value is None else str(value) for value in column]
@@ -71,8 +79,22 @@ def _int64(value: int) -> int:
     return ABSENT + 1 if wrapped == ABSENT else wrapped
 
 
-def _ids(values: Iterable[int]) -> str | None:
-    return " ".join(map(str, values)) or None
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return "ids"
+    return "int" if isinstance(value, int) else "float" if isinstance(value, float) else "text"
+
+
+def _list_column(rows: list[Any]) -> ListColumn:
+    lengths = [0 if row is None else len(row) for row in rows]
+    offsets = np.zeros(len(rows) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    values = np.array([_int64(value) for row in rows if row is not None for value in row], np.int64)
+    return ListColumn(offsets, values, np.array([row is not None for row in rows], np.bool_))
+
+
+def _ids(values: Iterable[int]) -> tuple[int, ...] | None:
+    return tuple(values) or None
 
 
 def _tracks(keys: list[tuple[bool, int]]) -> tuple[dict[tuple[bool, int], int], dict[str, list[Any]]]:

@@ -97,6 +97,7 @@ class Job:
         self.counts: Counter[str] = Counter()
         self._told: dict[str, str] = {}
         self._varying: set[str] = set()
+        self.kinds: dict[str, str] = {}
         self._notes: dict[str, None] = {}
         self._output, self._part = output, output.with_name(f".{output.name}.part")
         self._graph_kind, self._report = graph_kind, report

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from prismtrace_flight_recorder.importer import NAMED_COLUMNS, FlightRecorderImporter
+from prismtrace_flight_recorder.importer import FlightRecorderImporter
 
 import prismtrace
 from prism_sdk.abc import ConversionReport
@@ -323,23 +323,6 @@ def test_messages_are_not_numbered_where_entries_are_lost(tmp_path: Path) -> Non
     assert any("5 sends and receives have no seq" in note for note in report.notes)
 
 
-def test_dumps_that_pytorch_wrote(tmp_path: Path) -> None:
-    report = load([DATA / f"gloo_trace_{rank}" for rank in range(4)], tmp_path / "out.prism")
-    assert (report.counts["units"], report.counts["ranks"], report.counts["groups"]) == (28, 4, 3)
-    assert prismtrace.validate(report.output) == []
-    with TraceReader(report.output) as reader:
-        units = reader.units(2)
-        assert [Op(value).name for value in units.op.tolist()] == [
-            "ALL_REDUCE", "ALL_REDUCE", "ALL_GATHER", "BROADCAST", "ALL_TO_ALL", "REDUCE", "BARRIER",
-        ]  # fmt: skip
-        assert units.seq.tolist() == [0, 0, 1, 2, 1, 2, 3]
-    one = load(DATA / "gloo_trace_0.json", tmp_path / "one.prism", world_size="4")
-    assert one.counts["missing_ranks"] == 3
-    with TraceReader(report.output) as all_ranks, TraceReader(one.output) as reader:
-        assert (all_ranks.units(0).op == reader.units(0).op).all()
-        assert (all_ranks.units(0).start_ns != ABSENT).all()
-
-
 def test_whose_rank_it_is_and_what_is_no_dump(tmp_path: Path) -> None:
     dump = healthy()[0].dump()
     folder = write(tmp_path / "a", {0: dump}, prefix="host7_trace_rank_")
@@ -381,15 +364,6 @@ def test_one_hostile_file_in_a_folder_stops_the_import(tmp_path: Path) -> None:
         load(folder, tmp_path / "out.prism")
 
 
-def test_recognises(tmp_path: Path) -> None:
-    importer = FlightRecorderImporter()
-    for name in ("gloo_trace_0", "gloo_trace_0.json"):
-        assert importer.recognises(DATA / name, (DATA / name).read_bytes()[: 1 << 16])
-    assert importer.recognises(DATA, b"")
-    assert not importer.recognises(tmp_path, b"")
-    assert not importer.recognises(Path("x"), b'{"traceEvents": []}')
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 2**63) | st.floats(allow_nan=False) | st.text(max_size=6),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2),
@@ -411,17 +385,3 @@ def test_whatever_a_dump_holds_nothing_crashes(
     report = load(write(tmp_path / "fuzz", dumps), tmp_path / "fuzz.prism")
     errors = {finding.code for finding in prismtrace.validate(report.output) if finding.severity == "error"}
     assert errors <= {"PT031"}, "ranks may disagree, the trace itself is sound"
-
-
-def test_lossless_keeps_the_dumps(tmp_path: Path) -> None:
-    source = DATA / "gloo_trace_0"
-    if not NAMED_COLUMNS:
-        with pytest.raises(UsageError, match=r"format 1\.0"):
-            load(source, tmp_path / "out.prism", lossless="true")
-        return
-    report = load(source, tmp_path / "out.prism", lossless="true")
-    reader: Any = TraceReader(report.output)
-    assert reader.attachment("flight_recorder.0") == source.read_bytes()
-    units = reader.units(0)
-    assert units["flight_recorder.collective_seq_id"].tolist() == [1, 1, 2, 3, 2, 3, 4]
-    assert set(units["flight_recorder.state"]) == {"scheduled"}

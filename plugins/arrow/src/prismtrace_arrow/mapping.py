@@ -1,0 +1,1 @@
+from prism_sdk.abc import TraceImporter

@@ -110,6 +110,8 @@ def _assert_same_table(a: Table, b: Table) -> None:
         if isinstance(x, DictionaryColumn):
             assert list(x) == list(y), name
         elif isinstance(x, ListColumn):
-            assert [None if v is None else v.tolist() for v in x] == [None if v is None else v.tolist() for v in y], name
+            assert [None if v is None else v.tolist() for v in x] == [None if v is None else v.tolist() for v in y], (
+                name
+            )
         else:
             assert x.dtype == y.dtype and np.array_equal(x, y, equal_nan=x.dtype.kind == "f"), name

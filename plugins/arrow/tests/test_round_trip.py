@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 from arrow_samples import assert_same_trace, convert, tables_of, write_sample
 from hypothesis import HealthCheck, given, settings
+from prismtrace_arrow.exporting import ArrowExporter, ParquetExporter
+from prismtrace_arrow.importing import ArrowImporter, ParquetImporter
 
 import prismtrace
 from prismtrace import TableKind, TraceReader, TraceWriter
-from prismtrace_arrow.exporting import ArrowExporter, ParquetExporter
-from prismtrace_arrow.importing import ArrowImporter, ParquetImporter
 
 KINDS = {"arrow": (ArrowExporter, ArrowImporter), "parquet": (ParquetExporter, ParquetImporter)}
 
@@ -67,7 +67,9 @@ def test_what_other_tools_rewrite_is_read(tmp_path: Path) -> None:
     """Without schema metadata, with wider types and dictionary strings, sorted by time: units are still units."""
     source = write_sample(tmp_path / "a.prism", num_ranks=3)
     convert(ParquetExporter(), source, tmp_path / "t")
-    table = pq.read_table(tmp_path / "t" / "units.parquet").sort_by([("unit_index", "ascending"), ("rank", "descending")])
+    table = pq.read_table(tmp_path / "t" / "units.parquet").sort_by(
+        [("unit_index", "ascending"), ("rank", "descending")]
+    )
     wide = [pa.field(f.name, pa.int64() if f.type == pa.int32() else f.type) for f in table.schema]
     table = table.cast(pa.schema(wide))
     label = table["label"].dictionary_encode()
@@ -86,7 +88,9 @@ def test_rows_that_were_taken_out_leave_a_consistent_trace(tmp_path: Path) -> No
     table = pq.read_table(tmp_path / "u.parquet")
     kept = table.filter(pa.compute.field("unit_index") != 0)
     pq.write_table(kept, tmp_path / "v.parquet")
-    report = ParquetImporter().import_trace([tmp_path / "v.parquet"], output=tmp_path / "b.prism", options={}, report=print)
+    report = ParquetImporter().import_trace(
+        [tmp_path / "v.parquet"], output=tmp_path / "b.prism", options={}, report=print
+    )
     assert any("numbered anew" in note for note in report.notes)
     with TraceReader(source) as before, TraceReader(tmp_path / "b.prism") as after:
         for rank in before.ranks:

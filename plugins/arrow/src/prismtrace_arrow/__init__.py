@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 def prism_register_importers() -> list[TraceImporter]:
     """Hand over the importers of this plugin."""
     from prismtrace_arrow.importing import ArrowImporter, ParquetImporter
-    from prismtrace_arrow.mapping import StragglerImporter, TableImporter
+    from prismtrace_arrow.mapping import TableImporter
+    from prismtrace_arrow.straggler import StragglerImporter
 
     return [ArrowImporter(), ParquetImporter(), StragglerImporter(), TableImporter()]
 

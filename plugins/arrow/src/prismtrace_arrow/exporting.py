@@ -191,7 +191,9 @@ class _Job:
 
     def _left_out(self) -> Iterator[str]:
         others = [name for name in table_names() if name != self._table]
-        left = [name for name in others if any(len(part) for rank in self._ranks[:1] for part in self._parts(name, rank))]
+        left = [
+            name for name in others if any(len(part) for rank in self._ranks[:1] for part in self._parts(name, rank))
+        ]
         if left:
             yield f"the file holds the {self._table} only; {', '.join(left)} are kept when the output is a folder"
         yield from self._payload_notes()

@@ -1,7 +1,8 @@
-"""The importers ``arrow`` and ``parquet``: files as this plugin writes them, also when another tool wrote them again."""
+"""The importers ``arrow`` and ``parquet``: files as this plugin writes them, also after another tool rewrote them."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,7 +78,7 @@ class Source:
             with pq.ParquetFile(self.path, pre_buffer=False, buffer_size=1 << 20) as file:
                 yield from file.iter_batches(ROWS_PER_READ, columns=columns, use_threads=False)
             return
-        with pa.memory_map(str(self.path)) as mapped, pa.ipc.open_file(mapped) as opened:
+        with pa.OSFile(str(self.path)) as mapped, pa.ipc.open_file(mapped) as opened:
             for number in range(opened.num_record_batches):
                 batch = opened.get_batch(number)
                 yield batch if columns is None else batch.select(columns)
@@ -87,7 +88,7 @@ def open_source(path: Path, kind: str, *, table: str | None) -> Source:
     """Looks at a file: its schema, and which table it holds."""
     with reading_file(path):
         if not path.is_file():
-            raise TraceReadError("not a regular file", path=str(path))
+            raise TraceReadError("not a regular file" if path.exists() else "there is no such file", path=str(path))
         with path.open("rb") as file:
             head = file.read(6)
         if not head.startswith(_MAGIC[kind]):
@@ -95,7 +96,7 @@ def open_source(path: Path, kind: str, *, table: str | None) -> Source:
         if kind == "parquet":
             schema = pq.read_schema(path)
         else:
-            with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as opened:
+            with pa.OSFile(str(path)) as mapped, pa.ipc.open_file(mapped) as opened:
                 schema = opened.schema
     info = FileInfo.of_schema(schema)
     if info is None or table is not None:
@@ -239,7 +240,9 @@ def _write_payloads(writer: TraceWriter, source: Source) -> int:
     for part in source.batches():
         for digest, data in zip(part["digest"], part["data"], strict=True):
             if writer.add_payload(data.as_buffer()) != digest.as_py():
-                raise TraceReadError(f"payload {digest.as_py().hex()} is not what its digest says", path=str(source.path))
+                raise TraceReadError(
+                    f"payload {digest.as_py().hex()} is not what its digest says", path=str(source.path)
+                )
             number += 1
     return number
 
@@ -262,7 +265,7 @@ def write_table(writer: TraceWriter, source: Source, name: str, *, counts: _Coun
             columns = columns_of(table, name=name)
             row_index = _row_index(table, name)
             edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
-            for start, stop in zip(edges[:-1], edges[1:], strict=True):
+            for start, stop in itertools.pairwise(edges):
                 if start == stop:
                     continue
                 rank = int(ranks[start])

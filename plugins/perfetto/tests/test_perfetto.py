@@ -84,8 +84,8 @@ def test_the_trace_processor_finds_every_slice_track_and_flow(tmp_path: Path, jo
         "where t.name = 'dp (lane 2)' group by 1",
         "select o.name, i.name, i.ts >= o.ts, op.name, ip.name from flow f join slice o on o.id = f.slice_out "
         "join slice i on i.id = f.slice_in join process_track ot on ot.id = o.track_id "
-        "join process op on op.upid = ot.upid join process_track it on it.id = i.track_id join process ip on ip.upid = it.upid where o.name = 'send' "
-        "order by op.name, o.ts",
+        "join process op on op.upid = ot.upid join process_track it on it.id = i.track_id "
+        "join process ip on ip.upid = it.upid where o.name = 'send' order by op.name, o.ts",
         "select o.name, count(*) from flow f join slice o on o.id = f.slice_out join slice i on i.id = f.slice_in "
         "where o.name = i.name group by 1 order by 1",
         "select a.key, a.int_value, a.string_value from slice s join args a using (arg_set_id) "
@@ -193,7 +193,10 @@ def test_the_wire_format_is_what_the_protobuf_library_reads(rows: list[tuple[int
         11, [wire.varint_field(11, unsigned), note, wire.fixed64_field(47, unsigned, present)], None
     )
     for number, (value, other, there) in enumerate(rows):
-        raw = wire.Cells(cells.matrix[number : number + 1], cells.mask[number : number + 1]).to_bytes()
+        one = slice(number, number + 1)
+        blocks = tuple((m[one] if len(m) > 1 else m, k[one] if len(k) > 1 else k) for m, k in cells.blocks)
+        raw = wire.Cells(blocks, cells.lengths[one]).to_bytes()
+        assert len(raw) == cells.lengths[number]
         event = pb.TracePacket.FromString(raw).track_event
         expected = pb.TrackEvent(track_uuid=other)
         if there:

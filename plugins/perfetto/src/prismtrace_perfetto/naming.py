@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from enum import IntEnum
 from typing import Any, Final
 
@@ -21,9 +22,10 @@ def text_of(enum: type[IntEnum], value: int) -> str:
     return f"{enum.__name__.lower()} {value}" if known is None else str(getattr(known, "name", value)).lower()
 
 
-def texts_of(enum: type[IntEnum]) -> list[str]:
+@functools.cache
+def texts_of(enum: type[IntEnum]) -> tuple[str, ...]:
     """The name of every possible value of an enum column."""
-    return [text_of(enum, value) for value in range(256)]
+    return tuple(text_of(enum, value) for value in range(256))
 
 
 def names(units: UnitTable) -> tuple[NDArray[np.int64], list[str]]:
@@ -45,13 +47,14 @@ def _name(kind: int, op: int, phase: int) -> str:
 
 def places(units: UnitTable) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
     """The track of each unit: the host, or a group's collectives, sends or receives. As codes into a list."""
-    direction = np.zeros(len(units), np.uint64)
+    direction = np.zeros(len(units), np.int64)
     for kind, number in ((UnitKind.COLLECTIVE, _COLLECTIVES), (UnitKind.SEND, _SENDS), (UnitKind.RECV, _RECEIVES)):
         direction[units.kind == kind] = number
     group = np.where(direction > 0, units.group_id, np.uint64(0))
-    pairs = np.stack([direction, group], axis=1)
-    distinct, which = np.unique(pairs, axis=0, return_inverse=True)
-    return which.reshape(-1).astype(np.int64), [(int(d), int(g)) for d, g in distinct]
+    group_ids, which = np.unique(group, return_inverse=True)
+    pairs, codes = np.unique(direction * len(group_ids) + which.reshape(-1), return_inverse=True)
+    found = [divmod(int(pair), len(group_ids)) for pair in pairs]
+    return codes.reshape(-1).astype(np.int64), [(kind, int(group_ids[number])) for kind, number in found]
 
 
 def track_name(place: tuple[int, int], groups: Any) -> str:

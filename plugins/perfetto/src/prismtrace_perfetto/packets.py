@@ -156,9 +156,10 @@ class PacketWriter:
     def interned(self, table: str, codes: NDArray[Any], texts: Sequence[str]) -> NDArray[np.int64]:
         """The numbers of interned strings, for codes into ``texts``; only strings that are used are written."""
         numbers = np.ones(len(texts) + 1, np.int64)
-        for code in np.unique(codes).tolist():
-            if 0 <= code < len(texts):
-                numbers[code] = self.intern(table, texts[code])
+        used = np.zeros(len(texts) + 1, np.bool_)
+        used[codes] = True
+        for code in np.flatnonzero(used[:-1]).tolist():
+            numbers[code] = self.intern(table, texts[code])
         return np.asarray(numbers[codes])
 
     def _note_name(self, name: str, num_rows: int) -> Cells:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 _APPEND, _FINALIZE, _QUERY = 1, 2, 3
+_PIECE = 1 << 24
 _NULL, _VARINT, _FLOAT, _STRING, _BLOB = 1, 2, 3, 4, 5
 
 
@@ -46,10 +47,12 @@ def ask(trace: Path, *queries: str) -> list[list[tuple[Any, ...]]]:
         pytest.skip("Node is not installed: it runs the trace processor")
     page, stream = _page(), _stream()
     requests = stream()
-    requests.msg.add(seq=0, request=_APPEND, append_trace_data=trace.read_bytes())
-    requests.msg.add(seq=1, request=_FINALIZE)
-    for number, query in enumerate(queries):
-        requests.msg.add(seq=number + 2, request=_QUERY).query_args.sql_query = query
+    raw = trace.read_bytes()
+    for start in range(0, len(raw), _PIECE):
+        requests.msg.add(seq=len(requests.msg), request=_APPEND, append_trace_data=raw[start : start + _PIECE])
+    requests.msg.add(seq=len(requests.msg), request=_FINALIZE)
+    for query in queries:
+        requests.msg.add(seq=len(requests.msg), request=_QUERY).query_args.sql_query = query
     script = Path(__file__).with_suffix(".cjs")
     done = subprocess.run(
         [node, script, page], input=requests.SerializeToString(), capture_output=True, check=False, timeout=120

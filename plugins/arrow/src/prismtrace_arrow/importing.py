@@ -65,11 +65,13 @@ class Source:
         """The rows in pieces of about ROWS_PER_READ."""
         with reading_file(self.path):
             parts: list[pa.RecordBatch] = []
+            gathered = 0
             for batch in self._raw(columns):
                 parts.append(batch)
-                if sum(part.num_rows for part in parts) >= ROWS_PER_READ:
+                gathered += batch.num_rows
+                if gathered >= ROWS_PER_READ:
                     yield pa.Table.from_batches(parts)
-                    parts = []
+                    parts, gathered = [], 0
             if parts:
                 yield pa.Table.from_batches(parts)
 

@@ -33,21 +33,23 @@ class TableSink:
         self._rows = ROWS_PER_GROUP if kind == "parquet" else ROWS_PER_BATCH
         self._batches: list[pa.RecordBatch] = []
         self._gathered = 0
+        self._gathered_bytes = 0
         self._writer = _open(path, schema, kind=kind, compression=compression, level=level)
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Add rows."""
         self._batches.append(batch)
         self._gathered += batch.num_rows
+        self._gathered_bytes += batch.nbytes
         self.num_rows += batch.num_rows
-        if self._gathered >= self._rows or sum(part.nbytes for part in self._batches) > _MAX_GATHERED_BYTES:
+        if self._gathered >= self._rows or self._gathered_bytes > _MAX_GATHERED_BYTES:
             self._flush()
 
     def _flush(self) -> None:
         if self._batches:
             table = pa.Table.from_batches(self._batches, self._schema).combine_chunks()
             self._writer.write_table(table, self._rows)
-        self._batches, self._gathered = [], 0
+        self._batches, self._gathered, self._gathered_bytes = [], 0, 0
 
     def close(self) -> None:
         """Write what is gathered, and the end of the file."""

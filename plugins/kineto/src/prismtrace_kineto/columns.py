@@ -22,6 +22,7 @@ Array = NDArray[Any]
 _TYPES: Final = {int: "i", Decimal: "d", str: "s", bool: "b", type(None): "n"}
 _FLOW_KEYS: Final = frozenset({"ph", "id", "pid", "tid", "ts", "cat", "name", "bp"})
 _FLOW_PHASES: Final = frozenset("stf")
+_RESERVED: Final = frozenset({"track", "flow", "none", "event"})
 _MAX_SCALE: Final = 9
 ROWS_PER_FLUSH: Final = 1 << 15
 
@@ -190,6 +191,8 @@ class ColumnBuilder:
 
     def _new_slot(self, event: dict[str, Any], key: Any) -> int:
         keys, args, phase, cat, types = key
+        if any(name.startswith("args.") or name in _RESERVED for name in keys):
+            raise KeyError("a key that columns are named by")
         names: list[str] = list(keys)
         letters = [_TYPES.get(kind, "j") for kind in types]
         if args is not None:

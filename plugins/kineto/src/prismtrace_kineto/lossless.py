@@ -52,7 +52,11 @@ def time_fields(shape: Shape) -> tuple[int, int] | None:
 
 
 def _shape_json(shape: Shape) -> list[Any]:
-    flow = shape.flow and [list(shape.flow.keys), [list(pair) for pair in shape.flow.constants], shape.flow.id_is_correlation]
+    flow = shape.flow and [
+        list(shape.flow.keys),
+        [list(pair) for pair in shape.flow.constants],
+        shape.flow.id_is_correlation,
+    ]
     args = None if shape.args is None else list(shape.args)
     return [list(shape.keys), args, shape.ph, shape.cat, [list(pair) for pair in shape.fields], flow, shape.odd]
 
@@ -259,7 +263,7 @@ def _encode_times(packer: Packer, layout: _Layout, data: list[list[Array]], trac
     rest = gaps[~first]
     scale = 1000 if len(rest) and not (rest % 1000).any() else 1
     packer.value(scale)
-    context = (names[spans][who] * 2 + begins + 2)
+    context = names[spans][who] * 2 + begins + 2
     size = _sizes(context[~first], rest // scale)
     packer.integers(size[1])
     packer.integers(rest // scale, order=_by_context(context, first, size), how="s")
@@ -289,7 +293,7 @@ def _decode_times(unpacker: Unpacker, layout: _Layout, data: list[list[Array]], 
     gaps = np.empty(len(begins), np.int64)
     gaps[first] = unpacker.integers()
     scale = unpacker.value()
-    context = (names[spans][who] * 2 + begins + 2)
+    context = names[spans][who] * 2 + begins + 2
     distinct = np.unique(context[~first])
     size = (distinct, unpacker.integers())
     gaps[~first] = unpacker.integers(order=_by_context(context, first, size)) * scale
@@ -336,7 +340,15 @@ def _by_context(context: Array, first: Array, sizes: tuple[Ints, Ints]) -> Ints:
 
     def rank(points: Array) -> Ints:
         place = np.searchsorted(distinct, points)
-        place = np.where((place < len(distinct)) & (distinct[np.minimum(place, len(distinct) - 1)] == points), place, len(distinct)) if len(distinct) else np.zeros(len(points), np.int64)
+        place = (
+            np.where(
+                (place < len(distinct)) & (distinct[np.minimum(place, len(distinct) - 1)] == points),
+                place,
+                len(distinct),
+            )
+            if len(distinct)
+            else np.zeros(len(points), np.int64)
+        )
         ordered: Ints = np.lexsort((np.arange(len(known)), known))
         position = np.empty(len(known), np.int64)
         position[ordered] = np.arange(len(known))

@@ -21,7 +21,9 @@ _OPS: Final = {
     "alltoallv": Op.ALL_TO_ALL, "barrier": Op.BARRIER, "send": Op.SEND, "recv": Op.RECV,
 }  # fmt: skip
 _DECORATION: Final = re.compile(r"[_\s]|base|coalesced|into|tensor|single|oop|^nccl:|^c10d::")
-_KERNEL_OP: Final = re.compile(r"(?:nccl|rccl)\w*?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|AllToAll)", re.IGNORECASE)
+_KERNEL_OP: Final = re.compile(
+    r"(?:nccl|rccl)\w*?(AllReduce|AllGather|ReduceScatter|Broadcast|Reduce|AllToAll)", re.IGNORECASE
+)
 _REDUCE: Final = re.compile(r"_(Sum|Prod|Min|Max|Avg|PreMulSum|SumPostDiv)_", re.IGNORECASE)
 _REDUCE_OPS: Final = {
     "sum": ReduceOp.SUM, "prod": ReduceOp.PRODUCT, "min": ReduceOp.MIN, "max": ReduceOp.MAX, "avg": ReduceOp.AVG,

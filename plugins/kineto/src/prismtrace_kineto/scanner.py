@@ -113,8 +113,8 @@ class TraceScanner:
             if not self._more():
                 return ""
 
-    def _value(self) -> Any:
-        """Parses one value at the current place; raises ValueError when there is none."""
+    def _value(self) -> tuple[Any, str]:
+        """Parses one value at the current place and gives it with its text; raises ValueError when there is none."""
         while True:
             try:
                 value, end = _EXACT.scan_once(self._text, self._at)
@@ -124,8 +124,8 @@ class TraceScanner:
                 raise ValueError(str(error)) from error
             if end == len(self._text) and self._more():
                 continue  # a number may go on
-            self._at = end
-            return value
+            begin, self._at = self._at, end
+            return value, self._text[begin:end]
 
     # --- the document -----------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class TraceScanner:
                 self.report.truncated = True
                 break
             try:
-                key = self._value()
+                key, _ = self._value()
                 if self._skip(_SPACE) != ":":
                     raise ValueError("a colon is missing")
                 self._at += 1
@@ -164,10 +164,9 @@ class TraceScanner:
                     self.prefix = "".join(seen)
                     yield from self._events()
                     return
-                begin = self._passed + self._at
                 self._skip(_SPACE)
-                self._value()
-                seen.append(f"{lead}{json.dumps(key)}: {self._text[begin - self._passed : self._at]}")
+                _, text = self._value()
+                seen.append(f"{lead}{json.dumps(key)}: {text}")
             except ValueError:
                 self.report.truncated = True
                 self._lose()

@@ -116,7 +116,9 @@ def expand(sources: Sequence[Path]) -> list[Path]:
         try:
             mode = source.stat().st_mode
             if stat.S_ISDIR(mode):
-                found = sorted(path for path in source.rglob("*") if path.name.endswith((*_ENDINGS, *_TARS)) and path.is_file())
+                found = sorted(
+                    path for path in source.rglob("*") if path.name.endswith((*_ENDINGS, *_TARS)) and path.is_file()
+                )
                 if not found:
                     hint = "name a folder that holds .json, .json.gz or .tar.gz files"
                     raise UnreadableError(str(source), reason="the folder holds no trace", hint=hint)

@@ -79,5 +79,5 @@ def test_events_of_every_kind(tmp_path: Path) -> None:
         ("begun", "python (begin and end)", 200, 10, 0),
     ]
     assert flows == [("flow out", "flow in"), ("launch", "kernel")]
-    assert counters == [("mem p.bytes", 5, 64.0)] and args == [("debug.p.why", "because")]
+    assert counters == [("mem p.bytes", 5, 64.0)] and args == [("debug.p_why", "because")]
     assert report.counts["events"] == 10 and any("1 metadata events" in note for note in report.notes)

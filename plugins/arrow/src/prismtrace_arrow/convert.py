@@ -123,7 +123,7 @@ def columns_of(batch: pa.RecordBatch | pa.Table, *, name: str) -> dict[str, Colu
         if spec is None and "." in field.name:
             kind = exact_type_of(field.type) or column_type_of(field.type)
             spec = named_spec(field.name, kind) if kind is not None else None
-        if spec is None:
+        if spec is None or array.null_count == len(array):
             continue
         if isinstance(array, pa.ChunkedArray):
             array = array.combine_chunks()
@@ -141,6 +141,12 @@ def named_rows(batch: pa.RecordBatch | pa.Table) -> dict[str, NDArray[np.bool_]]
         if "." in field.name and array.null_count:
             found[field.name] = np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
     return found
+
+
+def empty_rows(name: str, num_rows: int) -> dict[str, Column]:
+    """Rows that say nothing: a column that is never absent, with its default."""
+    spec = next(spec for spec in COLUMNS[table_kind(name)] if not spec.optional)
+    return {spec.name: np.full(num_rows, spec.default, spec.type.dtype)}
 
 
 def table_of(name: str, rank: int, columns: dict[str, Column], num_rows: int, schema: pa.Schema) -> Any:

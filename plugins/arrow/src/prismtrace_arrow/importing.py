@@ -22,7 +22,7 @@ from prism_sdk.errors import UsageError
 from prismtrace import ProcessGroup, TraceReadError, TraceUsageError, TraceWriter
 from prismtrace.tables import Column, ListColumn
 from prismtrace_arrow import options as reading
-from prismtrace_arrow.convert import columns_of, named_rows, table_of
+from prismtrace_arrow.convert import columns_of, empty_rows, named_rows, table_of
 from prismtrace_arrow.numbering import Numbering
 from prismtrace_arrow.schema import SIDE_TABLES, FileInfo, row_name, table_names
 from prismtrace_arrow.sinks import whole_file
@@ -280,6 +280,8 @@ def write_table(
                     for key, column in columns.items()
                     if key not in valid or valid[key][start:stop].any()
                 }
+                if not part:
+                    part.update(empty_rows(name, stop - start))
                 if row_index is not None:
                     numbering.add(name, rank, row_index[start:stop], column=row_name(name))
                 numbering.follow(name, rank, part)

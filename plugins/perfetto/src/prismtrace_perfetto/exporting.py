@@ -95,15 +95,8 @@ def _add_events(tracks: RankTracks, reader: Any, rank: int, steps: range | None,
 
 
 def _facts(counts: Counter[str]) -> dict[str, int]:
-    names = (
-        "ranks",
-        "tracks",
-        "units",
-        "slices",
-        "steps",
-        "counter values",
-        "overlapping slices moved to another lane",
-    )
+    moved = "overlapping slices moved to another lane"
+    names = ("ranks", "tracks", "units", "events", "slices", "steps", "counter values", moved)
     return {name.replace(" ", "_"): counts[name] for name in names}
 
 

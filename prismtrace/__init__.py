@@ -41,13 +41,16 @@ from prismtrace.model import (
     ABSENT,
     ABSENT32,
     FORMAT_VERSION,
+    ColumnType,
     DType,
+    EventKind,
     GraphKind,
     Op,
     Phase,
     ProcessGroup,
     ReduceOp,
     TableKind,
+    TrackKind,
     UnitKind,
 )
 from prismtrace.reader import TraceReader
@@ -56,7 +59,15 @@ from prismtrace.redact import RedactReport, redact
 from prismtrace.rows import RowBatch, iter_rows
 from prismtrace.sizes import ColumnSize, FileSizes, file_sizes
 from prismtrace.slicing import SliceReport, slice_trace
-from prismtrace.tables import DictionaryColumn, ListColumn, ScalarTable, StepTable, UnitTable
+from prismtrace.tables import (
+    DictionaryColumn,
+    EventTable,
+    ListColumn,
+    ScalarTable,
+    StepTable,
+    TrackTable,
+    UnitTable,
+)
 from prismtrace.timing import TimingChange
 from prismtrace.validate import has_errors, validate
 from prismtrace.writer import TraceWriter, payload_digest
@@ -67,9 +78,12 @@ __all__ = [
     "Alignment",
     "ClockCorrection",
     "ColumnSize",
+    "ColumnType",
     "DIFF_CATEGORIES",
     "DType",
     "DictionaryColumn",
+    "EventKind",
+    "EventTable",
     "FORMAT_VERSION",
     "FileSizes",
     "Finding",
@@ -104,6 +118,8 @@ __all__ = [
     "TraceVersionError",
     "TraceWriteError",
     "TraceWriter",
+    "TrackKind",
+    "TrackTable",
     "UnitKind",
     "UnitTable",
     "ValueChange",

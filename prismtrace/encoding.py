@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from prismtrace._generated.schema import Compression, Encoding, StreamRole
+from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
 
 STREAM_DTYPE: Final = np.dtype(
@@ -27,7 +27,7 @@ STREAM_DTYPE: Final = np.dtype(
         ("scale", "<u4"),
         ("column", "<u2"),
         ("reference", "<u2"),
-        ("role", "u1"),
+        ("part", "u1"),
         ("encoding", "u1"),
         ("compression", "u1"),
         ("width", "u1"),
@@ -56,7 +56,7 @@ class Stream:
     scale: int
     column: int
     reference: int
-    role: int
+    part: int
     encoding: int
     compression: int
     width: int
@@ -115,10 +115,21 @@ def _shuffled(values: NDArray[Any], width: int) -> bytes:
 
 
 def _unshuffled(raw: bytes | memoryview, width: int, count: int) -> NDArray[Any]:
-    data = np.frombuffer(raw, np.uint8, count * width)
+    """Unsigned integers of `width` bytes; a read-only view of `raw` when they are bytes."""
+    planes = np.frombuffer(raw, np.uint8, count * width).reshape(width, count)
     if width == 1:
-        return data
-    return np.ascontiguousarray(data.reshape(width, count).T).reshape(-1).view(f"<u{width}")
+        first: NDArray[Any] = planes[0]
+        return first
+    if width == 8:
+        interleaved = np.empty((count, width), np.uint8)
+        for index in range(width):
+            interleaved[:, index] = planes[index]
+        return interleaved.reshape(-1).view("<u8")
+    values: NDArray[Any] = planes[-1].astype(f"<u{width}")
+    for plane in planes[-2::-1]:
+        values <<= 8
+        values |= plane
+    return values
 
 
 def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -126,8 +137,12 @@ def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _unzigzag(values: NDArray[Any]) -> NDArray[np.int64]:
-    wide = values.astype(np.uint64)
-    return (wide >> np.uint64(1)).view(np.int64) ^ -(wide & np.uint64(1)).view(np.int64)
+    """A new int64 array; the work is done in the width of `values`."""
+    halves = values >> 1
+    signs = values & 1
+    np.negative(signs, out=signs)
+    halves ^= signs
+    return halves.view(f"<i{values.itemsize}").astype(np.int64, copy=False)
 
 
 _SCALES: Final = (1_000_000, 1000)
@@ -137,7 +152,7 @@ def encode_integers(
     values: NDArray[np.int64],
     *,
     column: int,
-    role: int,
+    part: int,
     delta: bool = False,
     scalable: bool = False,
     reference: NDArray[np.int64] | None = None,
@@ -147,7 +162,7 @@ def encode_integers(
     count = len(values)
     low, high = (int(values.min()), int(values.max())) if count else (0, 0)
     if low == high:
-        return _stream(b"", column, role, Encoding.CONSTANT, 0, count, base=low)
+        return _stream(b"", column, part, Encoding.CONSTANT, 0, count, base=low)
     scale = 1
     if scalable and not values[0] % 1000 and not values[-1] % 1000:
         scale = next((s for s in _SCALES if not (values % s).any()), 1)
@@ -158,7 +173,7 @@ def encode_integers(
         width = _width_of(int(coded.max()))
         if width <= _width_of((high - low) // step):
             raw = _shuffled(coded, width)
-            return _stream(raw, column, role, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
+            return _stream(raw, column, part, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
     if scale != 1:
         values = values // scale
         low, high = low // scale, high // scale
@@ -168,36 +183,61 @@ def encode_integers(
         width = _width_of(int(coded.max()))
         if width <= flat_width:
             raw = _shuffled(coded, width)
-            return _stream(raw, column, role, Encoding.DELTA, width, count, base=int(values[0]), scale=scale)
+            return _stream(raw, column, part, Encoding.DELTA, width, count, base=int(values[0]), scale=scale)
     raw = _shuffled((values - low).view(np.uint64), flat_width)
-    return _stream(raw, column, role, Encoding.OFFSET, flat_width, count, base=low, scale=scale)
+    return _stream(raw, column, part, Encoding.OFFSET, flat_width, count, base=low, scale=scale)
 
 
-def encode_distinct(values: NDArray[np.int64], *, column: int, role: int) -> tuple[Stream, bytes | memoryview]:
+def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
     """Encodes int64 values that are large and few: a dictionary and codes."""
-    distinct, codes = np.unique(values, return_inverse=True)
+    distinct, codes = _distinct(values)
     if len(distinct) <= 1 or len(distinct) > len(values) // 4:
-        return encode_integers(values, column=column, role=role)
+        return encode_integers(values, column=column, part=part)
     width = _width_of(len(distinct) - 1)
     raw = distinct.astype("<i8").tobytes() + _shuffled(codes, width)
-    return _stream(raw, column, role, Encoding.DICTIONARY, width, len(values), base=len(distinct))
+    return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
 
 
-def encode_floats(values: NDArray[np.float64], *, column: int, role: int) -> tuple[Stream, bytes | memoryview]:
+_HASH_BITS: Final = 12
+_HASH_FACTORS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """What np.unique gives with return_inverse. Few distinct values are found by hashing, without sorting all."""
+    for factor in _HASH_FACTORS:
+        slots = (values.view(np.uint64) * np.uint64(factor) >> np.uint64(64 - _HASH_BITS)).view(np.int64)
+        held = np.zeros(1 << _HASH_BITS, np.int64)
+        held[slots] = values
+        if not np.array_equal(held.take(slots), values):
+            continue  # two values share a slot
+        used = np.zeros(1 << _HASH_BITS, np.bool_)
+        used[slots] = True
+        places = np.flatnonzero(used)
+        distinct = held[places]
+        order = np.argsort(distinct)
+        code_of = np.zeros(1 << _HASH_BITS, np.uint16)
+        code_of[places[order]] = np.arange(len(places))
+        return distinct[order], code_of.take(slots)
+    return np.unique(values, return_inverse=True)
+
+
+def encode_floats(values: NDArray[np.float64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
     """Encodes float64 values, every bit kept."""
-    raw = _shuffled(values.view(np.uint64), 8)
-    return _stream(raw, column, role, Encoding.SHUFFLED, 8, len(values))
+    bits = np.ascontiguousarray(values).view(np.int64)
+    if len(bits) and (bits == bits[0]).all():
+        return _stream(b"", column, part, Encoding.CONSTANT, 0, len(bits), base=int(bits[0]))
+    return _stream(_shuffled(bits.view(np.uint64), 8), column, part, Encoding.SHUFFLED, 8, len(bits))
 
 
-def encode_bytes(raw: bytes, *, column: int, role: int, width: int = 1) -> tuple[Stream, bytes | memoryview]:
+def encode_bytes(raw: bytes, *, column: int, part: int, width: int = 1) -> tuple[Stream, bytes | memoryview]:
     """Encodes bytes as they are, in values of `width` bytes."""
-    return _stream(raw, column, role, Encoding.PLAIN, width, len(raw) // width)
+    return _stream(raw, column, part, Encoding.PLAIN, width, len(raw) // width)
 
 
 def _stream(
     raw: bytes,
     column: int,
-    role: int,
+    part: int,
     encoding: int,
     width: int,
     count: int,
@@ -206,10 +246,10 @@ def _stream(
     scale: int = 1,
     reference: int = 0,
 ) -> tuple[Stream, bytes | memoryview]:
-    compression, stored = compress(raw) if role != StreamRole.DIGESTS else (Compression.NONE, raw)
+    compression, stored = compress(raw) if part != StreamPart.DIGESTS else (Compression.NONE, raw)
     crc = zlib.crc32(stored)
     stream = Stream(
-        base, count, len(stored), len(raw), crc, scale, column, reference, role, encoding, compression, width
+        base, count, len(stored), len(raw), crc, scale, column, reference, part, encoding, compression, width
     )
     return stream, stored
 
@@ -229,7 +269,7 @@ def check_stream(stream: Stream, *, path: str, offset: int) -> None:
         )
     constant = stream.encoding == Encoding.CONSTANT
     if stream.width not in ((0,) if constant else (1, 2, 4, 8, 16)) or (
-        stream.width == 16 and stream.role != StreamRole.DIGESTS
+        stream.width == 16 and stream.part != StreamPart.DIGESTS
     ):
         raise TraceFormatError(f"width {stream.width} in encoding {stream.encoding}", path=path, offset=offset)
     if stream.scale == 0 or stream.reserved:
@@ -264,7 +304,9 @@ def decode_integers(
     elif stream.encoding == Encoding.SHUFFLED:
         values = _unshuffled(raw, width, count).view(f"<i{width}").astype(np.int64)
     elif stream.encoding == Encoding.OFFSET:
-        values = _unshuffled(raw, width, count).astype(np.uint64).view(np.int64) + np.int64(stream.base)
+        values = _unshuffled(raw, width, count).astype(np.uint64, copy=False).view(np.int64)
+        if stream.base:
+            values += np.int64(stream.base)
     elif stream.encoding == Encoding.DELTA:
         values = _unzigzag(_unshuffled(raw, width, count))
         np.cumsum(values, out=values)
@@ -272,15 +314,19 @@ def decode_integers(
     elif stream.encoding == Encoding.DIFFERENCE:
         if reference is None or len(reference) != count:
             raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
-        return _unzigzag(_unshuffled(raw, width, count)) * np.int64(stream.scale) + reference
+        values = _unzigzag(_unshuffled(raw, width, count))
+        if stream.scale != 1:
+            values *= np.int64(stream.scale)
+        values += reference
+        return values
     else:
         distinct = np.frombuffer(raw, "<i8", stream.base)
         codes = _unshuffled(memoryview(raw)[stream.base * 8 :], width, count)
         if count and int(codes.max()) >= stream.base:
             raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
-        values = distinct[codes]
+        values = distinct.take(codes)
     if stream.scale != 1:
-        values = values * np.int64(stream.scale)
+        values *= np.int64(stream.scale)
     return values
 
 

@@ -49,7 +49,8 @@ def file_sizes(reader: TraceReader) -> FileSizes:
         frame, raw = read_meta(reader._source, offset)
         meta = metas.parse_chunk(raw, path=reader.path, offset=offset)
         table, names = _names(meta)
-        num_rows[table] = num_rows.get(table, 0) + meta.num_rows
+        ranks = sum(part.num_ranks for part in meta.ranges) if meta.ranges else int(meta.rank >= 0)
+        num_rows[table] = num_rows.get(table, 0) + meta.num_rows * ranks
         for stream in meta.streams:
             size = stored.setdefault((table, _column(stream, names)), [0, 0])
             size[0] += stream.stored_length
@@ -83,8 +84,7 @@ def _names(meta: ChunkMeta) -> tuple[str, dict[int, str]]:
         return f"table {meta.table}", {}
     kind = TableKind(meta.table)
     names = {spec.column_id: spec.name for spec in COLUMNS[kind]}
-    for column in getattr(meta, "columns", ()):
-        names[int(column.column_id)] = str(column.name)
+    names.update((spec.column_id, spec.name) for spec in meta.named)
     return kind.name.lower(), names
 
 

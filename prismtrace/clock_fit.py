@@ -116,14 +116,13 @@ def _rough_offsets(seen: Observations) -> Integers:
         known = done[seen.clock]
         first = np.full(seen.num_events, np.iinfo(np.int64).max)
         np.minimum.at(first, seen.event[known], (seen.end_ns + offset[seen.clock])[known])
-        usable = ~known & (first[seen.event] != np.iinfo(np.int64).max)
-        fresh = np.unique(seen.clock[usable]).tolist()
-        if not fresh:
+        usable = np.flatnonzero(~known & (first[seen.event] != np.iinfo(np.int64).max))
+        if not len(usable):
             return offset
-        for clock in fresh:
-            mine = usable & (seen.clock == clock)
-            gaps = first[seen.event[mine]] - seen.end_ns[mine]
-            offset[clock] = np.sort(gaps)[len(gaps) // 2]
+        gaps = first[seen.event[usable]] - seen.end_ns[usable]
+        order = np.lexsort((gaps, seen.clock[usable]))
+        fresh, start, count = np.unique(seen.clock[usable][order], return_index=True, return_counts=True)
+        offset[fresh] = gaps[order][start + count // 2]
         done[fresh] = True
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from typing import Any
 
@@ -32,6 +33,12 @@ def _steps_kept(bench: Any) -> None:
     assert not has_errors(validate(bench.output))
 
 
+def _port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
 def _ops(units: Any) -> set[Any]:
     from prismtrace import Op
 
@@ -44,8 +51,8 @@ def test_an_observed_trace_holds_the_chosen_steps_only(bench: Any, foreign: bool
     if foreign:
         ended = bench.finish(
             bench.start(
-                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "static",
-                "--master-port", "0", script,
+                sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(_port()),
+                script,
                 env={"PRISM_MODE": "observe", "PRISM_OUTPUT": str(bench.output), "PRISM_STEPS": "2:4"},
             )
         )  # fmt: skip

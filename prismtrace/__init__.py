@@ -13,6 +13,7 @@ A map for newcomers, from the inside out:
     validate   contradictions (findings names them, matching looks across ranks);  json_twin  a trace as JSON
 """
 
+from prismtrace.compact import CompactReport, compact
 from prismtrace.errors import (
     PrismTraceError,
     TraceChecksumError,
@@ -63,6 +64,7 @@ __all__ = [
     "ABSENT",
     "ABSENT32",
     "ColumnType",
+    "CompactReport",
     "DType",
     "DictionaryColumn",
     "EventKind",
@@ -97,6 +99,7 @@ __all__ = [
     "TrackTable",
     "UnitKind",
     "UnitTable",
+    "compact",
     "has_errors",
     "merge",
     "payload_digest",

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from prismtrace import container, entries, limits, metas
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError, writing
+from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import FORMAT_VERSION, ROLE_RANK, GraphKind, ProcessGroup
+from prismtrace.recordfile import RecordFile
 from prismtrace.source import PathSource, Source
-from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
+from prismtrace.writer import WRITER_NAME, append_footer
 
 _COPY_BYTES: Final = 1 << 23
 
@@ -87,23 +88,12 @@ def write_merged(
     """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
     if os.path.lexists(target) and not overwrite:
         raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
-    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
-    file = RecordFile(temporary, overwrite=True)
+    file = RecordFile(target, overwrite=overwrite, atomic=True)
     try:
         _write(file, header, inputs, groups, pairs)
+        file.publish()
+    finally:
         file.close()
-        with writing(target, what="cannot create"):
-            if overwrite:
-                os.replace(temporary, target)
-            else:
-                os.link(temporary, target)
-                os.unlink(temporary)
-    except BaseException:
-        if not file.closed:
-            file.close()
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def _survey(

@@ -10,10 +10,17 @@ A map for newcomers, from the inside out:
     index      where everything is, from the footer or by a scan;  source  byte ranges of a file
     writer     TraceWriter;  reader  TraceReader;  assemble  chunks -> one table
     merge      shards -> one file;  recover  whole records of a damaged file
-    validate   contradictions (findings names them, matching looks across ranks);  json_twin  a trace as JSON
+    slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
+    diff       what changed between two traces (structure, alignment, timing, differences do the work)
+    rows       rows as Python values;  sizes  where the bytes go
+    validate   contradictions (findings names them, matching and cycles look across ranks);  json_twin  a trace as JSON
 """
 
+from prismtrace.align import Alignment, ClockCorrection, estimate_clocks
 from prismtrace.compact import CompactReport, compact
+from prismtrace.diff import diff
+from prismtrace.differences import CATEGORIES as DIFF_CATEGORIES
+from prismtrace.differences import StructureChange, TraceDiff, ValueChange
 from prismtrace.errors import (
     PrismTraceError,
     TraceChecksumError,
@@ -21,6 +28,7 @@ from prismtrace.errors import (
     TraceFormatError,
     TraceLimitError,
     TraceReadError,
+    TraceResultError,
     TraceTruncatedError,
     TraceUnfinishedError,
     TraceUsageError,
@@ -48,6 +56,10 @@ from prismtrace.model import (
 )
 from prismtrace.reader import TraceReader
 from prismtrace.recover import LostRange, RecoverReport, recover
+from prismtrace.redact import RedactReport, redact
+from prismtrace.rows import RowBatch, iter_rows
+from prismtrace.sizes import ColumnSize, FileSizes, file_sizes
+from prismtrace.slicing import SliceReport, slice_trace
 from prismtrace.tables import (
     DictionaryColumn,
     EventTable,
@@ -57,19 +69,25 @@ from prismtrace.tables import (
     TrackTable,
     UnitTable,
 )
+from prismtrace.timing import TimingChange
 from prismtrace.validate import has_errors, validate
 from prismtrace.writer import TraceWriter, payload_digest
 
 __all__ = [
     "ABSENT",
     "ABSENT32",
+    "Alignment",
+    "ClockCorrection",
+    "ColumnSize",
     "ColumnType",
     "CompactReport",
+    "DIFF_CATEGORIES",
     "DType",
     "DictionaryColumn",
     "EventKind",
     "EventTable",
     "FORMAT_VERSION",
+    "FileSizes",
     "Finding",
     "GraphKind",
     "ListColumn",
@@ -79,16 +97,23 @@ __all__ = [
     "PrismTraceError",
     "ProcessGroup",
     "RecoverReport",
+    "RedactReport",
     "ReduceOp",
+    "RowBatch",
     "ScalarTable",
+    "SliceReport",
     "StepTable",
+    "StructureChange",
     "TableKind",
+    "TimingChange",
     "TraceChecksumError",
     "TraceDataError",
+    "TraceDiff",
     "TraceFormatError",
     "TraceLimitError",
     "TraceReadError",
     "TraceReader",
+    "TraceResultError",
     "TraceTruncatedError",
     "TraceUnfinishedError",
     "TraceUsageError",
@@ -99,11 +124,18 @@ __all__ = [
     "TrackTable",
     "UnitKind",
     "UnitTable",
+    "ValueChange",
     "compact",
+    "diff",
+    "estimate_clocks",
+    "file_sizes",
     "has_errors",
+    "iter_rows",
     "merge",
     "payload_digest",
     "recover",
+    "redact",
+    "slice_trace",
     "to_json",
     "validate",
     "write_json",

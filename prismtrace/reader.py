@@ -6,7 +6,7 @@ Does not interpret the rows, and does not repair a broken file.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -141,6 +141,13 @@ class TraceReader:
         """The digests of all payloads, in file order."""
         return tuple(self._index.payloads)
 
+    @property
+    def first_ns(self) -> int | None:
+        """The earliest time of all tables, from the index alone; None when there are no times."""
+        entries = self._index.chunk_entries
+        timed = entries["first_ns"][entries["first_ns"] <= entries["last_ns"]]
+        return int(timed.min()) if len(timed) else None
+
     def num_units(self, rank: int) -> int:
         """Number of units of a rank, from the index alone."""
         return self._index.num_rows(TableKind.UNITS, rank)
@@ -206,20 +213,18 @@ class TraceReader:
                 yield concatenate(UnitTable, rank, specs, [piece], selected=_selected(columns), path=self.path)
 
     @property
-    def roles(self) -> tuple[int, ...]:
-        """The roles of which the file has rows, sorted."""
-        return self._index.roles
+    def roles(self) -> Mapping[int, tuple[int, ...]]:
+        """Role -> the ranks that have it, for all roles of which the file has rows; from the index alone."""
+        return MappingProxyType(self._index.roles)
 
     def role_of(self, rank: int) -> int | None:
         """The role that the units of a rank refer to (those of its first chunk that refers to one); None without."""
-        entries = self._index.entries(TableKind.UNITS, rank)
-        roles = entries["role"][entries["role"] != 0]
-        return int(roles[0]) if len(roles) else None
+        return self._index.role_of(rank)
 
     def role_units(self, role: int, *, columns: Collection[str] | None = None) -> UnitTable:
         """The units of a role itself, which its ranks differ from; `rank` of the table is -1."""
         if role not in self.roles:
-            raise TraceUsageError(f"{self.path}: no role {role}; it has: {_short(self.roles)}")
+            raise TraceUsageError(f"{self.path}: no role {role}; it has: {_short(tuple(self.roles))}")
         return self._table(UnitTable, ROLE_RANK, None, columns, role=role)
 
     def _table(
@@ -362,9 +367,9 @@ def _nbytes(column: Column) -> int:
     return column.nbytes
 
 
-def _short(ranks: tuple[int, ...]) -> str:
+def _short(ranks: Sequence[int]) -> str:
     if not ranks:
         return "none"
     if len(ranks) > 8:
-        return f"{len(ranks)} ranks in {ranks[0]} .. {ranks[-1]}"
+        return f"{len(ranks)} in {ranks[0]} .. {ranks[-1]}"
     return ", ".join(map(str, ranks))

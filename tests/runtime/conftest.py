@@ -50,13 +50,18 @@ class Bench:
         return path
 
     def start(
-        self, *words: str | Path, env: dict[str, str] | None = None, prepare: Callable[[], None] = _default_signals
+        self,
+        *words: str | Path,
+        env: dict[str, str] | None = None,
+        prepare: Callable[[], None] = _default_signals,
+        **options: Any,
     ) -> subprocess.Popen[str]:
         """Start a command; `prepare` runs in the child before it."""
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")}
         process = subprocess.Popen(
             [str(word) for word in words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=self.folder,
             env={**environment, "BENCH_MARK": self.mark, **(env or {})}, preexec_fn=prepare,
+            **options,
         )  # fmt: skip
         self._running.append(process)
         return process

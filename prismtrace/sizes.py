@@ -13,7 +13,7 @@ from prismtrace.chunk import DICTIONARY_COLUMN
 from prismtrace.encoding import Stream
 from prismtrace.entries import ChunkMeta
 from prismtrace.index import read_meta
-from prismtrace.model import COLUMNS, TableKind
+from prismtrace.model import COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
 
 
@@ -49,8 +49,10 @@ def file_sizes(reader: TraceReader) -> FileSizes:
         frame, raw = read_meta(reader._source, offset)
         meta = metas.parse_chunk(raw, path=reader.path, offset=offset)
         table, names = _names(meta)
-        ranks = sum(part.num_ranks for part in meta.ranges) if meta.ranges else int(meta.rank >= 0)
-        num_rows[table] = num_rows.get(table, 0) + meta.num_rows * ranks
+        if meta.rank == ROLE_RANK:
+            table += " of roles"
+        num_ranks = sum(item.num_ranks for item in meta.ranges) or 1
+        num_rows[table] = num_rows.get(table, 0) + meta.num_rows * num_ranks
         for stream in meta.streams:
             size = stored.setdefault((table, _column(stream, names)), [0, 0])
             size[0] += stream.stored_length

@@ -33,26 +33,40 @@ from prismtrace.model import (
     ABSENT,
     ABSENT32,
     FORMAT_VERSION,
+    ColumnType,
     DType,
+    EventKind,
     GraphKind,
     Op,
     Phase,
     ProcessGroup,
     ReduceOp,
     TableKind,
+    TrackKind,
     UnitKind,
 )
 from prismtrace.reader import TraceReader
 from prismtrace.recover import LostRange, RecoverReport, recover
-from prismtrace.tables import DictionaryColumn, ListColumn, ScalarTable, StepTable, UnitTable
+from prismtrace.tables import (
+    DictionaryColumn,
+    EventTable,
+    ListColumn,
+    ScalarTable,
+    StepTable,
+    TrackTable,
+    UnitTable,
+)
 from prismtrace.validate import has_errors, validate
 from prismtrace.writer import TraceWriter, payload_digest
 
 __all__ = [
     "ABSENT",
     "ABSENT32",
+    "ColumnType",
     "DType",
     "DictionaryColumn",
+    "EventKind",
+    "EventTable",
     "FORMAT_VERSION",
     "Finding",
     "GraphKind",
@@ -79,6 +93,8 @@ __all__ = [
     "TraceVersionError",
     "TraceWriteError",
     "TraceWriter",
+    "TrackKind",
+    "TrackTable",
     "UnitKind",
     "UnitTable",
     "has_errors",

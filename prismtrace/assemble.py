@@ -6,33 +6,57 @@ Does not read or decode.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prismtrace.errors import TraceDataError
 from prismtrace.model import ColumnSpec
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table, frozen, missing_column
 
 T = TypeVar("T", bound=Table)
-Part = tuple[dict[str, Column], NDArray[np.int64]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Decoded rows of one chunk. `named` describes those of its columns that the registry does not have."""
+
+    columns: dict[str, Column]
+    row_index: NDArray[np.int64]
+    named: tuple[ColumnSpec, ...] = ()
 
 
 def concatenate(
-    kind: type[T], rank: int, specs: Sequence[ColumnSpec], parts: Sequence[Part], *, selected: frozenset[str] | None
+    kind: type[T],
+    rank: int,
+    specs: Sequence[ColumnSpec],
+    parts: Sequence[Part],
+    *,
+    selected: frozenset[str] | None,
+    path: str,
 ) -> T:
     """One table of the rows of all parts, in order."""
-    rows = [row_index for _, row_index in parts]
+    rows = [part.row_index for part in parts]
     row_index = rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.zeros(0, np.int64)
+    named: dict[str, ColumnSpec] = {}
+    for part in parts:
+        for spec in part.named:
+            if named.setdefault(spec.name, spec).type is not spec.type:
+                types = f"{named[spec.name].type.name} and {spec.type.name}"
+                raise TraceDataError(f"column {spec.name!r} of rank {rank} is {types} in two chunks", path=path)
     columns: dict[str, Column] = {}
-    for spec in specs:
-        if any(spec.name in part for part, _ in parts):
+    for spec in (*specs, *named.values()):
+        if any(spec.name in part.columns for part in parts):
             found = [
-                part[spec.name] if spec.name in part else missing_column(spec, num_rows=len(index))
-                for part, index in parts
+                part.columns[spec.name]
+                if spec.name in part.columns
+                else missing_column(spec, num_rows=len(part.row_index))
+                for part in parts
             ]
             columns[spec.name] = _joined(found)
-    return kind(rank, columns, row_index=frozen(row_index), selected=selected)
+    return kind(rank, columns, row_index=frozen(row_index), selected=selected, named=named)
 
 
 def _joined(parts: list[Any]) -> Column:

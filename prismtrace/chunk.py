@@ -6,17 +6,18 @@ Does not write files and does not decode; `decoder` does that.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace._generated.schema import StreamRole
-from prismtrace.columns import DIGEST_BYTES
+from prismtrace._generated.schema import StreamPart
+from prismtrace.columns import DIGEST_BYTES, Rows
 from prismtrace.encoding import MAX_STREAM_BYTES, Stream, encode_bytes, encode_distinct, encode_floats, encode_integers
+from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceUsageError
-from prismtrace.metas import ChunkMeta
-from prismtrace.model import ABSENT, ABSENT32, COLUMNS, ColumnSpec, ColumnType, TableKind
+from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.tables import Column, DictionaryColumn, ListColumn
 
 DICTIONARY_COLUMN: Final = 0
@@ -29,16 +30,19 @@ Streams = list[tuple[Stream, bytes | memoryview]]
 
 
 def encode_chunk(
-    table: TableKind, *, rank: int, first_row: int, num_rows: int, columns: Mapping[str, Column]
+    table: TableKind, *, rank: int, first_row: int, rows: Rows
 ) -> tuple[ChunkMeta, list[bytes | memoryview]]:
     """The header of a chunk, and the buffers of its data section."""
     streams: Streams = []
     strings: dict[str, int] = {}
     digests: dict[bytes, int] = {}
-    for spec in COLUMNS[table]:
-        column = columns.get(spec.name)
-        if column is None:
-            continue
+    columns = rows.columns
+    named: list[ColumnSpec] = []
+    for spec in rows.specs:
+        column = columns[spec.name]
+        if spec.column_id >= FIRST_NAMED_COLUMN:
+            spec = replace(spec, column_id=FIRST_NAMED_COLUMN + len(named))
+            named.append(spec)
         if isinstance(column, DictionaryColumn):
             _encode_codes(streams, spec, column, strings if spec.type is ColumnType.STRING else digests)
         elif isinstance(column, ListColumn):
@@ -46,25 +50,27 @@ def encode_chunk(
         elif spec.type is ColumnType.FLOAT64:
             _encode_floats(streams, spec, column)
         else:
-            _encode_integers(streams, spec, column, columns)
+            _encode_integers(streams, spec, column, columns, COLUMNS[table])
     if strings:
         encoded = [text.encode("utf-8") for text in strings]
         lengths = np.array([len(text) for text in encoded], np.int64)
         if lengths.sum() > MAX_STREAM_BYTES:
             raise TraceUsageError(f"strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time")
-        streams.append(encode_integers(lengths, column=DICTIONARY_COLUMN, role=StreamRole.STRING_LENGTHS))
-        streams.append(encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, role=StreamRole.STRING_BYTES))
+        streams.append(encode_integers(lengths, column=DICTIONARY_COLUMN, part=StreamPart.STRING_LENGTHS))
+        streams.append(encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, part=StreamPart.STRING_BYTES))
     if digests:
         raw = b"".join(digests)
-        streams.append(encode_bytes(raw, column=DICTIONARY_COLUMN, role=StreamRole.DIGESTS, width=DIGEST_BYTES))
+        streams.append(encode_bytes(raw, column=DICTIONARY_COLUMN, part=StreamPart.DIGESTS, width=DIGEST_BYTES))
+    used = {stream.column for stream, _ in streams}
     meta = ChunkMeta(
         int(table),
         rank,
         first_row,
-        num_rows,
+        rows.num_rows,
         *step_range(columns),
         *time_range(columns),
         tuple(stream for stream, _ in streams),
+        tuple(spec for spec in named if spec.column_id in used),
     )
     return meta, [stored for _, stored in streams]
 
@@ -94,7 +100,7 @@ def _encode_validity(streams: Streams, spec: ColumnSpec, valid: NDArray[np.bool_
         return False
     if count < len(valid):
         bits = np.packbits(valid, bitorder="little").tobytes()
-        streams.append(encode_bytes(bits, column=spec.column_id, role=StreamRole.VALIDITY))
+        streams.append(encode_bytes(bits, column=spec.column_id, part=StreamPart.VALIDITY))
     return True
 
 
@@ -104,7 +110,9 @@ def _wide(spec: ColumnSpec, column: NDArray[Any]) -> NDArray[np.int64]:
     return column.astype(np.int64, copy=False)
 
 
-def _encode_integers(streams: Streams, spec: ColumnSpec, column: Any, columns: Mapping[str, Column]) -> None:
+def _encode_integers(
+    streams: Streams, spec: ColumnSpec, column: Any, columns: Mapping[str, Column], table: tuple[ColumnSpec, ...]
+) -> None:
     wide = _wide(spec, column)
     valid: Any = None
     if spec.optional:
@@ -118,7 +126,7 @@ def _encode_integers(streams: Streams, spec: ColumnSpec, column: Any, columns: M
     elif not wide.any():
         return
     if spec.type is ColumnType.UINT64:
-        streams.append(encode_distinct(wide, column=spec.column_id, role=StreamRole.VALUES))
+        streams.append(encode_distinct(wide, column=spec.column_id, part=StreamPart.VALUES))
         return
     reference, reference_id = None, 0
     base = columns.get(spec.reference) if spec.reference else None
@@ -126,22 +134,18 @@ def _encode_integers(streams: Streams, spec: ColumnSpec, column: Any, columns: M
         present = base if valid is None else base[valid]
         if (present != ABSENT).all():
             reference = present
-            reference_id = next(other.column_id for other in _table_of(spec) if other.name == spec.reference)
+            reference_id = next(other.column_id for other in table if other.name == spec.reference)
     streams.append(
         encode_integers(
             wide,
             column=spec.column_id,
-            role=StreamRole.VALUES,
+            part=StreamPart.VALUES,
             delta=spec.delta,
             scalable=spec.unit == "ns",
             reference=reference,
             reference_column=reference_id,
         )
     )
-
-
-def _table_of(spec: ColumnSpec) -> tuple[ColumnSpec, ...]:
-    return next(specs for specs in COLUMNS.values() if spec in specs)
 
 
 def _encode_floats(streams: Streams, spec: ColumnSpec, column: Any) -> None:
@@ -151,7 +155,7 @@ def _encode_floats(streams: Streams, spec: ColumnSpec, column: Any) -> None:
         if not _encode_validity(streams, spec, valid):
             return
         values = values[valid]
-    streams.append(encode_floats(np.ascontiguousarray(values), column=spec.column_id, role=StreamRole.VALUES))
+    streams.append(encode_floats(np.ascontiguousarray(values), column=spec.column_id, part=StreamPart.VALUES))
 
 
 def _encode_codes(
@@ -165,7 +169,7 @@ def _encode_codes(
     remap[codes] = 1
     for code in np.flatnonzero(remap).tolist():
         remap[code] = dictionary.setdefault(column.values[code], len(dictionary))
-    streams.append(encode_integers(remap[codes], column=spec.column_id, role=StreamRole.VALUES))
+    streams.append(encode_integers(remap[codes], column=spec.column_id, part=StreamPart.VALUES))
 
 
 def _encode_lists(streams: Streams, spec: ColumnSpec, column: ListColumn) -> None:
@@ -173,5 +177,5 @@ def _encode_lists(streams: Streams, spec: ColumnSpec, column: ListColumn) -> Non
         return
     lengths = np.diff(column.offsets)[column.valid]
     values = column.values[int(column.offsets[0]) : int(column.offsets[-1])]
-    streams.append(encode_integers(lengths, column=spec.column_id, role=StreamRole.LENGTHS))
-    streams.append(encode_integers(values, column=spec.column_id, role=StreamRole.VALUES))
+    streams.append(encode_integers(lengths, column=spec.column_id, part=StreamPart.LENGTHS))
+    streams.append(encode_integers(values, column=spec.column_id, part=StreamPart.VALUES))

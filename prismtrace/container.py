@@ -103,7 +103,10 @@ def check_magic(raw: bytes, *, path: str) -> None:
     """Tells a PrismTrace file of this major version from everything else."""
     if len(raw) >= 8 and raw[:5] == MAGIC[:5] and raw[6:8] == MAGIC[6:]:
         if raw[5] != FORMAT_VERSION[0]:
-            message = f"format {raw[5]}.x, this library reads {FORMAT_VERSION[0]}.x: install a matching prismtrace"
+            message = f"format {raw[5]}.x, this library reads {FORMAT_VERSION[0]}.x: "
+            message += (
+                "install a later prismtrace" if raw[5] else "a draft; write it anew, or read it with prismtrace 0.1"
+            )
             raise TraceVersionError(message, path=path, offset=5)
         return
     if MAGIC.startswith(raw):

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace._generated.schema import Encoding, StreamRole
+from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
 from prismtrace.columns import DIGEST_BYTES, MAX_LIST_VALUES
 from prismtrace.encoding import Stream, check_stream, decode_floats, decode_integers, stream_bytes
+from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
-from prismtrace.metas import ChunkMeta
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, ColumnSpec, ColumnType, TableKind
 from prismtrace.tables import Column, DictionaryColumn, ListColumn
 
@@ -35,9 +35,9 @@ class ChunkDecoder:
         self._digests: tuple[bytes, ...] | None = None
         position = 0
         for stream in meta.streams:
-            key = (stream.column, stream.role)
+            key = (stream.column, stream.part)
             if key in self._streams:
-                raise self._error(f"two streams of role {stream.role} for column {stream.column}")
+                raise self._error(f"two streams of part {stream.part} for column {stream.column}")
             self._streams[key] = (stream, position)
             position += stream.stored_length
         self.data_length = position
@@ -68,8 +68,8 @@ class ChunkDecoder:
                     result[spec.name] = column
             return result
 
-    def _raw(self, column: int, role: int) -> tuple[Stream, bytes, int] | None:
-        found = self._streams.get((column, role))
+    def _raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
+        found = self._streams.get((column, part))
         if found is None:
             return None
         stream, position = found
@@ -81,7 +81,7 @@ class ChunkDecoder:
     def _validity(self, spec: ColumnSpec) -> NDArray[np.bool_] | None:
         if spec.column_id in self._valid:
             return self._valid[spec.column_id]
-        found = self._raw(spec.column_id, StreamRole.VALIDITY)
+        found = self._raw(spec.column_id, StreamPart.VALIDITY)
         valid: NDArray[np.bool_] | None = None
         if found is not None:
             stream, raw, offset = found
@@ -96,20 +96,20 @@ class ChunkDecoder:
         return valid
 
     def _column(self, spec: ColumnSpec) -> Column | None:
-        known = (StreamRole.VALUES, StreamRole.VALIDITY, StreamRole.LENGTHS)
-        roles = [role for column, role in self._streams if column == spec.column_id]
-        if not roles:
+        known = (StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS)
+        parts = [part for column, part in self._streams if column == spec.column_id]
+        if not parts:
             return None
-        for role in roles:
-            if role not in known:
+        for part in parts:
+            if part not in known:
                 raise TraceVersionError(
-                    f"unknown stream role {role} in column {spec.name}", path=self._path, offset=self._data_offset
+                    f"unknown stream part {part} in column {spec.name}", path=self._path, offset=self._data_offset
                 )
-        if StreamRole.VALUES not in roles:
+        if StreamPart.VALUES not in parts:
             raise self._error(f"column {spec.name} has no values")
-        if (StreamRole.LENGTHS in roles) != (spec.type is ColumnType.LIST_INT64):
+        if (StreamPart.LENGTHS in parts) != (spec.type is ColumnType.LIST_INT64):
             raise self._error(f"column {spec.name}: lengths do not fit its type")
-        if not spec.optional and StreamRole.VALIDITY in roles:
+        if not spec.optional and StreamPart.VALIDITY in parts:
             raise self._error(f"column {spec.name} must have a value in every row")
         if spec.type is ColumnType.LIST_INT64:
             return self._lists(spec)
@@ -127,7 +127,7 @@ class ChunkDecoder:
     def _integer_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
         if spec.column_id in self._integers:
             return self._integers[spec.column_id]
-        found = self._raw(spec.column_id, StreamRole.VALUES)
+        found = self._raw(spec.column_id, StreamPart.VALUES)
         assert found is not None
         stream, raw, offset = found
         if stream.num_values != self._count(spec):
@@ -141,7 +141,7 @@ class ChunkDecoder:
         other = next((o for o in COLUMNS[TableKind(self._meta.table)] if o.column_id == stream.reference), None)
         if other is None or other.column_id >= spec.column_id or other.type is not ColumnType.INT64:
             raise self._error(f"column {spec.name} refers to column {stream.reference}")
-        if (other.column_id, StreamRole.VALUES) not in self._streams:
+        if (other.column_id, StreamPart.VALUES) not in self._streams:
             return None
         values, rows, wanted = self._integer_values(other), self._validity(other), self._validity(spec)
         if rows is None:
@@ -170,7 +170,7 @@ class ChunkDecoder:
         return full
 
     def _floats(self, spec: ColumnSpec) -> Column:
-        found = self._raw(spec.column_id, StreamRole.VALUES)
+        found = self._raw(spec.column_id, StreamPart.VALUES)
         assert found is not None
         stream, raw, offset = found
         if stream.num_values != self._count(spec):
@@ -194,8 +194,8 @@ class ChunkDecoder:
 
     def _string_table(self) -> tuple[str, ...]:
         if self._strings is None:
-            lengths = self._raw(DICTIONARY_COLUMN, StreamRole.STRING_LENGTHS)
-            data = self._raw(DICTIONARY_COLUMN, StreamRole.STRING_BYTES)
+            lengths = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_LENGTHS)
+            data = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_BYTES)
             if lengths is None or data is None:
                 return ()
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
@@ -208,7 +208,7 @@ class ChunkDecoder:
 
     def _digest_table(self) -> tuple[bytes, ...]:
         if self._digests is None:
-            found = self._raw(DICTIONARY_COLUMN, StreamRole.DIGESTS)
+            found = self._raw(DICTIONARY_COLUMN, StreamPart.DIGESTS)
             if found is None:
                 return ()
             stream, raw, offset = found
@@ -218,8 +218,8 @@ class ChunkDecoder:
         return self._digests
 
     def _lists(self, spec: ColumnSpec) -> Column:
-        lengths = self._raw(spec.column_id, StreamRole.LENGTHS)
-        data = self._raw(spec.column_id, StreamRole.VALUES)
+        lengths = self._raw(spec.column_id, StreamPart.LENGTHS)
+        data = self._raw(spec.column_id, StreamPart.VALUES)
         assert lengths is not None and data is not None
         if lengths[0].num_values != self._count(spec):
             raise self._error(f"column {spec.name}: {lengths[0].num_values} lists for {self._count(spec)} rows")

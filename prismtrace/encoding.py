@@ -14,7 +14,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from prismtrace._generated.schema import Compression, Encoding, StreamRole
+from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
 
 STREAM_DTYPE: Final = np.dtype(
@@ -27,7 +27,7 @@ STREAM_DTYPE: Final = np.dtype(
         ("scale", "<u4"),
         ("column", "<u2"),
         ("reference", "<u2"),
-        ("role", "u1"),
+        ("part", "u1"),
         ("encoding", "u1"),
         ("compression", "u1"),
         ("width", "u1"),
@@ -56,7 +56,7 @@ class Stream:
     scale: int
     column: int
     reference: int
-    role: int
+    part: int
     encoding: int
     compression: int
     width: int
@@ -152,7 +152,7 @@ def encode_integers(
     values: NDArray[np.int64],
     *,
     column: int,
-    role: int,
+    part: int,
     delta: bool = False,
     scalable: bool = False,
     reference: NDArray[np.int64] | None = None,
@@ -162,7 +162,7 @@ def encode_integers(
     count = len(values)
     low, high = (int(values.min()), int(values.max())) if count else (0, 0)
     if low == high:
-        return _stream(b"", column, role, Encoding.CONSTANT, 0, count, base=low)
+        return _stream(b"", column, part, Encoding.CONSTANT, 0, count, base=low)
     scale = 1
     if scalable and not values[0] % 1000 and not values[-1] % 1000:
         scale = next((s for s in _SCALES if not (values % s).any()), 1)
@@ -173,7 +173,7 @@ def encode_integers(
         width = _width_of(int(coded.max()))
         if width <= _width_of((high - low) // step):
             raw = _shuffled(coded, width)
-            return _stream(raw, column, role, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
+            return _stream(raw, column, part, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
     if scale != 1:
         values = values // scale
         low, high = low // scale, high // scale
@@ -183,19 +183,19 @@ def encode_integers(
         width = _width_of(int(coded.max()))
         if width <= flat_width:
             raw = _shuffled(coded, width)
-            return _stream(raw, column, role, Encoding.DELTA, width, count, base=int(values[0]), scale=scale)
+            return _stream(raw, column, part, Encoding.DELTA, width, count, base=int(values[0]), scale=scale)
     raw = _shuffled((values - low).view(np.uint64), flat_width)
-    return _stream(raw, column, role, Encoding.OFFSET, flat_width, count, base=low, scale=scale)
+    return _stream(raw, column, part, Encoding.OFFSET, flat_width, count, base=low, scale=scale)
 
 
-def encode_distinct(values: NDArray[np.int64], *, column: int, role: int) -> tuple[Stream, bytes | memoryview]:
+def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
     """Encodes int64 values that are large and few: a dictionary and codes."""
     distinct, codes = _distinct(values)
     if len(distinct) <= 1 or len(distinct) > len(values) // 4:
-        return encode_integers(values, column=column, role=role)
+        return encode_integers(values, column=column, part=part)
     width = _width_of(len(distinct) - 1)
     raw = distinct.astype("<i8").tobytes() + _shuffled(codes, width)
-    return _stream(raw, column, role, Encoding.DICTIONARY, width, len(values), base=len(distinct))
+    return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
 
 
 _HASH_BITS: Final = 12
@@ -221,21 +221,23 @@ def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any
     return np.unique(values, return_inverse=True)
 
 
-def encode_floats(values: NDArray[np.float64], *, column: int, role: int) -> tuple[Stream, bytes | memoryview]:
+def encode_floats(values: NDArray[np.float64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
     """Encodes float64 values, every bit kept."""
-    raw = _shuffled(values.view(np.uint64), 8)
-    return _stream(raw, column, role, Encoding.SHUFFLED, 8, len(values))
+    bits = np.ascontiguousarray(values).view(np.int64)
+    if len(bits) and (bits == bits[0]).all():
+        return _stream(b"", column, part, Encoding.CONSTANT, 0, len(bits), base=int(bits[0]))
+    return _stream(_shuffled(bits.view(np.uint64), 8), column, part, Encoding.SHUFFLED, 8, len(bits))
 
 
-def encode_bytes(raw: bytes, *, column: int, role: int, width: int = 1) -> tuple[Stream, bytes | memoryview]:
+def encode_bytes(raw: bytes, *, column: int, part: int, width: int = 1) -> tuple[Stream, bytes | memoryview]:
     """Encodes bytes as they are, in values of `width` bytes."""
-    return _stream(raw, column, role, Encoding.PLAIN, width, len(raw) // width)
+    return _stream(raw, column, part, Encoding.PLAIN, width, len(raw) // width)
 
 
 def _stream(
     raw: bytes,
     column: int,
-    role: int,
+    part: int,
     encoding: int,
     width: int,
     count: int,
@@ -244,10 +246,10 @@ def _stream(
     scale: int = 1,
     reference: int = 0,
 ) -> tuple[Stream, bytes | memoryview]:
-    compression, stored = compress(raw) if role != StreamRole.DIGESTS else (Compression.NONE, raw)
+    compression, stored = compress(raw) if part != StreamPart.DIGESTS else (Compression.NONE, raw)
     crc = zlib.crc32(stored)
     stream = Stream(
-        base, count, len(stored), len(raw), crc, scale, column, reference, role, encoding, compression, width
+        base, count, len(stored), len(raw), crc, scale, column, reference, part, encoding, compression, width
     )
     return stream, stored
 
@@ -267,7 +269,7 @@ def check_stream(stream: Stream, *, path: str, offset: int) -> None:
         )
     constant = stream.encoding == Encoding.CONSTANT
     if stream.width not in ((0,) if constant else (1, 2, 4, 8, 16)) or (
-        stream.width == 16 and stream.role != StreamRole.DIGESTS
+        stream.width == 16 and stream.part != StreamPart.DIGESTS
     ):
         raise TraceFormatError(f"width {stream.width} in encoding {stream.encoding}", path=path, offset=offset)
     if stream.scale == 0 or stream.reserved:

@@ -15,6 +15,16 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
+from prismtrace.entries import (
+    CHUNK_ENTRY,
+    PAYLOAD_ENTRY,
+    RANK_RANGE,
+    ChunkMeta,
+    RankRange,
+    chunk_entry,
+    payload_entry,
+    ranks_of,
+)
 from prismtrace.errors import (
     TraceChecksumError,
     TraceDataError,
@@ -23,10 +33,12 @@ from prismtrace.errors import (
     TraceTruncatedError,
     TraceVersionError,
 )
-from prismtrace.model import ProcessGroup, TableKind
+from prismtrace.model import ROLE_RANK, ProcessGroup, TableKind
 from prismtrace.source import Source
 
 MAX_META_BYTES_SCANNED = 1 << 26
+MAX_RANK_CHUNKS = 1 << 24
+_NO_CHUNKS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class Index:
     metadata: dict[str, str]
     end: int | None = None
     path: str = field(default="", kw_only=True)
+    ranges: NDArray[Any] = field(default_factory=lambda: np.zeros(0, RANK_RANGE), kw_only=True)
 
     @cached_property
     def payloads(self) -> dict[bytes, int]:
@@ -48,29 +61,61 @@ class Index:
         return {raw[16 * i : 16 * i + 16]: i for i in range(len(self.payload_entries))}
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, int], NDArray[Any]]:
+    def _by_rank(self) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """For each rank of each chunk: the position of the chunk, and the rank."""
         entries = self.chunk_entries
-        if not len(entries):
+        several = np.flatnonzero(entries["num_ranges"])
+        if not len(several):
+            return np.arange(len(entries)), entries["rank"].astype(np.int64)
+        total = sum(int(self._ranges_of(entry)["num_ranks"].sum(dtype=np.uint64)) for entry in entries[several])
+        if total > MAX_RANK_CHUNKS:
+            raise TraceLimitError(f"an index of {total} pairs of rank and chunk", path=self.path)
+        single = np.flatnonzero(entries["num_ranges"] == 0)
+        places, ranks = [single], [entries["rank"][single].astype(np.int64)]
+        for place in several.tolist():
+            mine = ranks_of(RankRange(*row) for row in self._ranges_of(entries[place]).tolist())
+            ranks.append(mine)
+            places.append(np.full(len(mine), place))
+        return np.concatenate(places), np.concatenate(ranks)
+
+    def _ranges_of(self, entry: Any) -> NDArray[Any]:
+        first = int(entry["first_range"])
+        return self.ranges[first : first + int(entry["num_ranges"])]
+
+    @cached_property
+    def _tables(self) -> dict[tuple[int, int, int], NDArray[np.int64]]:
+        """Table, rank and role (0 unless the rank is ROLE_RANK) -> positions of the chunks, in row order."""
+        if not len(self.chunk_entries):
             return {}
-        entries = entries[np.lexsort((entries["first_row"], entries["rank"], entries["table"]))]
-        table, rank = entries["table"], entries["rank"]
-        new = np.flatnonzero((table[1:] != table[:-1]) | (rank[1:] != rank[:-1])) + 1
-        ends = entries["first_row"] + entries["num_rows"]
-        same = np.ones(len(entries) - 1, np.bool_)
+        place, rank = self._by_rank
+        entries = self.chunk_entries
+        table, role = entries["table"][place], np.where(rank == ROLE_RANK, entries["role"][place], np.uint64(0))
+        first = entries["first_row"][place]
+        order = np.lexsort((first, role, rank, table))
+        place, rank, table, role, first = place[order], rank[order], table[order], role[order], first[order]
+        new = np.flatnonzero((table[1:] != table[:-1]) | (rank[1:] != rank[:-1]) | (role[1:] != role[:-1])) + 1
+        ends = first + entries["num_rows"][place]
+        same = np.ones(len(place) - 1, np.bool_)
         same[new - 1] = False
-        if (same & (entries["first_row"][1:] < ends[:-1])).any():
+        if (same & (first[1:] < ends[:-1])).any():
             raise TraceDataError("two chunks hold the same rows of one table", path=self.path)
-        bounds = [0, *new.tolist(), len(entries)]
-        keys = zip(table[bounds[:-1]].tolist(), rank[bounds[:-1]].tolist(), strict=True)
-        return {key: entries[a:b] for key, a, b in zip(keys, bounds[:-1], bounds[1:], strict=True)}
+        starts = np.concatenate([[0], new])
+        keys = zip(table[starts].tolist(), rank[starts].tolist(), role[starts].tolist(), strict=True)
+        bounds = [*starts.tolist(), len(place)]
+        return {key: place[a:b] for key, a, b in zip(keys, bounds[:-1], bounds[1:], strict=True)}
+
+    @property
+    def owned(self) -> list[tuple[int, int]]:
+        """Every table and rank that has chunks."""
+        return [(table, rank) for table, rank, _ in self._tables if rank != ROLE_RANK]
 
     def check(self) -> None:
         """Refuses an index in which two chunks hold the same rows."""
         _ = self._tables
 
-    def entries(self, table: TableKind, rank: int) -> NDArray[Any]:
-        """The chunks of one table of one rank, in row order."""
-        return self._tables.get((int(table), rank), self.chunk_entries[:0])
+    def entries(self, table: TableKind, rank: int, *, role: int = 0) -> NDArray[Any]:
+        """The chunks of one table of one rank, or of a role (with ROLE_RANK), in row order."""
+        return self.chunk_entries[self._tables.get((int(table), rank, role), _NO_CHUNKS)]
 
     def num_rows(self, table: TableKind, rank: int) -> int:
         """Rows of one table of one rank."""
@@ -80,7 +125,12 @@ class Index:
     def ranks(self) -> tuple[int, ...]:
         """Ranks with rows in a table that this library knows, sorted."""
         known = {int(kind) for kind in TableKind if kind}
-        return tuple(sorted({rank for table, rank in self._tables if table in known}))
+        return tuple(sorted({rank for table, rank, _ in self._tables if table in known and rank != ROLE_RANK}))
+
+    @cached_property
+    def roles(self) -> tuple[int, ...]:
+        """Roles that have chunks of their own, sorted."""
+        return tuple(sorted({role for _, rank, role in self._tables if rank == ROLE_RANK}))
 
     @cached_property
     def rank_set(self) -> frozenset[int]:
@@ -128,7 +178,8 @@ def index_of_footer(source: Source) -> Index:
     footer = metas.parse_footer(meta, path=source.name, offset=offset)
     _check_entries(footer, start=start, end=offset, path=source.name, offset=offset)
     groups = {group.group_id: group for group in footer.groups}
-    index = Index(header, footer.chunks, footer.payloads, groups, footer.metadata, path=source.name)
+    parts = (header, footer.chunks, footer.payloads, groups, footer.metadata)
+    index = Index(*parts, path=source.name, ranges=footer.ranges)
     index.check()
     return index
 
@@ -148,56 +199,71 @@ def _check_entries(footer: metas.FooterMeta, *, start: int, end: int, path: str,
     if len(chunks):
         if (chunks["num_rows"] > metas.MAX_CHUNK_ROWS).any():
             raise TraceLimitError(f"a chunk of more than {metas.MAX_CHUNK_ROWS} rows", path=path, offset=offset)
-        if (chunks["rank"] < 0).any() or (chunks["first_row"] >= np.uint64(1 << 62)).any():
-            raise TraceFormatError("the index has a rank or row out of range", path=path, offset=offset)
+        if (chunks["rank"] < np.where(chunks["role"], ROLE_RANK, 0)).any():
+            raise TraceFormatError("the index has a rank out of range", path=path, offset=offset)
+        if (chunks["first_row"] >= np.uint64(1 << 62)).any():
+            raise TraceFormatError("the index has a row out of range", path=path, offset=offset)
+        several = chunks[chunks["num_ranges"] > 0]
+        if (several["first_range"].astype(np.uint64) + several["num_ranges"] > len(footer.ranges)).any():
+            raise TraceFormatError("the index has a chunk with ranks that it lacks", path=path, offset=offset)
+        if (several["rank"] != footer.ranges["first"][several["first_range"]]).any():
+            raise TraceFormatError("the index has a chunk with other ranks than its first", path=path, offset=offset)
+    ranges = footer.ranges
+    last = ranges["first"] + ranges["stride"].astype(np.int64) * (ranges["num_ranks"].astype(np.int64) - 1)
+    if ((ranges["first"] < 0) | (ranges["num_ranks"] < 1) | (ranges["stride"] < 1) | (last >= 1 << 31)).any():
+        raise TraceFormatError("the index has ranks out of range", path=path, offset=offset)
+
+
+@dataclass
+class Collected:
+    """What records said, one after the other: the parts of an index."""
+
+    chunks: list[tuple[int, ...]] = field(default_factory=list)
+    ranges: list[RankRange] = field(default_factory=list)
+    payloads: dict[bytes, tuple[Any, ...]] = field(default_factory=dict)
+    groups: dict[int, ProcessGroup] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+
+    def add(self, frame: Frame, meta: bytes, offset: int, path: str) -> None:
+        """Adds what a record says; records of unknown kinds are skipped."""
+        if frame.kind == RecordKind.CHUNK:
+            self.add_chunk(metas.parse_chunk(meta, path=path, offset=offset), frame, offset)
+        elif frame.kind == RecordKind.PAYLOAD:
+            digest, raw_length, compression = metas.parse_payload(meta, path=path, offset=offset)
+            self.payloads.setdefault(digest, payload_entry(digest, raw_length, compression, frame, offset))
+        elif frame.kind == RecordKind.GROUP:
+            found = metas.parse_groups(meta, path=path, offset=offset)
+            self.groups.update((group.group_id, group) for group in found)
+        elif frame.kind == RecordKind.METADATA:
+            self.metadata.update(metas.parse_metadata(meta, path=path, offset=offset))
+
+    def add_chunk(self, meta: ChunkMeta, frame: Frame, offset: int) -> None:
+        """Adds a chunk."""
+        self.chunks.append(chunk_entry(meta, frame, offset, first_range=len(self.ranges)))
+        self.ranges.extend(meta.ranges)
+
+    def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Chunks, payloads and ranges as the index has them."""
+        payloads = np.array(list(self.payloads.values()), PAYLOAD_ENTRY)
+        return np.array(self.chunks, CHUNK_ENTRY), payloads, np.array(self.ranges, RANK_RANGE)
 
 
 def scan(source: Source) -> Index:
     """The index of an unfinished file, up to its last whole record."""
     header, offset = read_header(source)
-    chunks: list[tuple[int, ...]] = []
-    payloads: dict[bytes, tuple[Any, ...]] = {}
-    groups: dict[int, ProcessGroup] = {}
-    metadata: dict[str, str] = {}
+    collected = Collected()
     while offset < source.size:
         try:
             frame, meta = read_meta(source, offset)
-            collect_record(frame, meta, offset, chunks, payloads, groups, metadata, source.name)
+            collected.add(frame, meta, offset, source.name)
         except TraceVersionError:
             raise
         except TraceFormatError:
             break
         offset += frame.length
+    chunks, payloads, ranges = collected.arrays()
     index = Index(
-        header,
-        np.array(chunks, metas.CHUNK_ENTRY),
-        np.array(list(payloads.values()), metas.PAYLOAD_ENTRY),
-        groups,
-        metadata,
-        offset,
-        path=source.name,
+        header, chunks, payloads, collected.groups, collected.metadata, offset, path=source.name, ranges=ranges
     )
     index.check()
     return index
-
-
-def collect_record(
-    frame: Frame,
-    meta: bytes,
-    offset: int,
-    chunks: list[tuple[int, ...]],
-    payloads: dict[bytes, tuple[Any, ...]],
-    groups: dict[int, ProcessGroup],
-    metadata: dict[str, str],
-    path: str,
-) -> None:
-    """Adds what a record says to the parts of an index; records of unknown kinds are skipped."""
-    if frame.kind == RecordKind.CHUNK:
-        chunks.append(metas.chunk_entry(metas.parse_chunk(meta, path=path, offset=offset), frame, offset))
-    elif frame.kind == RecordKind.PAYLOAD:
-        digest, raw_length, compression = metas.parse_payload(meta, path=path, offset=offset)
-        payloads.setdefault(digest, metas.payload_entry(digest, raw_length, compression, frame, offset))
-    elif frame.kind == RecordKind.GROUP:
-        groups.update((group.group_id, group) for group in metas.parse_groups(meta, path=path, offset=offset))
-    elif frame.kind == RecordKind.METADATA:
-        metadata.update(metas.parse_metadata(meta, path=path, offset=offset))

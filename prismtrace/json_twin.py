@@ -74,18 +74,20 @@ def _rank(reader: TraceReader, rank: int) -> dict[str, Any]:
         TableKind.UNITS: reader.units(rank),
         TableKind.STEPS: reader.steps(rank),
         TableKind.SCALARS: reader.scalars(rank),
+        TableKind.EVENTS: reader.events(rank),
+        TableKind.TRACKS: reader.tracks(rank),
     }
     return {kind.name.lower(): _table(kind, table) for kind, table in tables.items() if len(table)}
 
 
 def _table(kind: TableKind, table: Table) -> dict[str, Any]:
     present = table.columns()
-    columns = {spec.name: _column(spec, present[spec.name]) for spec in COLUMNS[kind] if spec.name in present}
-    return {
-        "num_rows": len(table),
-        "first_index": str(table.first_index),
-        "columns": {name: values for name, values in columns.items() if any(value is not None for value in values)},
-    }
+    specs = [*COLUMNS[kind], *(table.named_specs[name] for name in sorted(table.named_specs))]
+    columns = {spec.name: _column(spec, present[spec.name]) for spec in specs if spec.name in present}
+    columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    result: dict[str, Any] = {"num_rows": len(table), "first_index": str(table.first_index), "columns": columns}
+    types = {name: spec.type.name for name, spec in sorted(table.named_specs.items()) if name in columns}
+    return result | {"types": types} if types else result
 
 
 def _column(spec: ColumnSpec, column: Any) -> list[Any]:

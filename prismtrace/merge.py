@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace import container, metas
+from prismtrace import container, entries, limits, metas
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError, writing
 from prismtrace.index import Index, index_of_footer, scan
-from prismtrace.model import FORMAT_VERSION, GraphKind, ProcessGroup
+from prismtrace.model import FORMAT_VERSION, ROLE_RANK, GraphKind, ProcessGroup
 from prismtrace.source import PathSource, Source
 from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
 
@@ -32,6 +32,7 @@ class InputPart:
     header: metas.HeaderMeta
     chunks: NDArray[Any]
     payloads: NDArray[Any]
+    ranges: NDArray[Any]
 
 
 def merge(
@@ -66,7 +67,7 @@ def merge(
         raise TraceUsageError("nothing to merge: no input files")
     target = os.fspath(out)
     for key, value in (metadata or {}).items():
-        metas.check_entry(key, value)
+        limits.check_entry(key, value)
     if os.path.lexists(target) and not overwrite:
         raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
@@ -112,6 +113,7 @@ def _survey(
     groups: dict[int, ProcessGroup] = {}
     pairs: dict[str, str] = {}
     owner: dict[tuple[int, int], int] = {}
+    roles: dict[tuple[int, ...], tuple[int, ...]] = {}
     seen: set[bytes] = set()
     for number, path in enumerate(paths):
         source = PathSource(path)
@@ -122,17 +124,50 @@ def _survey(
         for group in index.groups.values():
             groups[group.group_id] = _same_group(groups.get(group.group_id), group, path)
         pairs.update(index.metadata)
-        for key in set(zip(index.chunk_entries["table"].tolist(), index.chunk_entries["rank"].tolist(), strict=True)):
-            owner[key] = number
+        owner.update((key, number) for key in index.owned)
         fresh = [digest not in seen for digest in index.payloads]
         seen.update(index.payloads)
         kept = index.payload_entries[list(index.payloads.values())][np.array(fresh, np.bool_)]
-        inputs.append(InputPart(path, index.header, index.chunk_entries, kept))
+        chunks = _new_roles(index.chunk_entries, roles, path)
+        inputs.append(InputPart(path, index.header, chunks, kept, index.ranges))
     for number, item in enumerate(inputs):
-        keys = zip(item.chunks["table"].tolist(), item.chunks["rank"].tolist(), strict=True)
-        mine = np.array([owner[key] == number for key in keys], np.bool_)
-        inputs[number] = replace(item, chunks=item.chunks[mine])
+        inputs[number] = _owned(item, owner, number)
     return inputs, groups, pairs
+
+
+def _new_roles(chunks: NDArray[Any], known: dict[tuple[int, ...], tuple[int, ...]], path: str) -> NDArray[Any]:
+    """The chunks without those of roles that an earlier input has; two inputs must agree about a role."""
+    kept = np.ones(len(chunks), np.bool_)
+    for place in np.flatnonzero(chunks["rank"] == ROLE_RANK).tolist():
+        entry = chunks[place]
+        key = (int(entry["role"]), int(entry["table"]), int(entry["first_row"]))
+        what = (int(entry["num_rows"]), int(entry["length"]), int(entry["meta_crc"]), int(entry["data_crc"]))
+        kept[place] = key not in known
+        if known.setdefault(key, what) != what:
+            message = f"role {key[0]} differs from that of an earlier file; derive role ids from contents (`compact`)"
+            raise TraceDataError(message, path=path, offset=int(entry["offset"]))
+    return chunks[kept]
+
+
+def _owned(item: InputPart, owner: Mapping[tuple[int, int], int], number: int) -> InputPart:
+    """The input with the chunks, and the ranks of chunks of several, that no later input replaces."""
+    chunks = item.chunks.copy()
+    ranges: list[entries.RankRange] = []
+    mine = np.ones(len(chunks), np.bool_)
+    tables, ranks = chunks["table"].tolist(), chunks["rank"].tolist()
+    several = chunks["num_ranges"] > 0
+    for place, key in enumerate(zip(tables, ranks, strict=True)):
+        if several[place]:
+            first, count = int(chunks["first_range"][place]), int(chunks["num_ranges"][place])
+            every = entries.ranks_of(entries.RankRange(*row) for row in item.ranges[first : first + count].tolist())
+            left = entries.ranges_of([rank for rank in every.tolist() if owner[tables[place], rank] == number])
+            mine[place] = bool(left)
+            chunks["rank"][place] = left[0].first if left else 0
+            chunks["first_range"][place], chunks["num_ranges"][place] = len(ranges), len(left)
+            ranges.extend(left)
+        elif key[1] != ROLE_RANK:
+            mine[place] = owner[key] == number
+    return replace(item, chunks=chunks[mine], ranges=np.array(ranges, entries.RANK_RANGE))
 
 
 def _index(source: Source, *, allow_unfinished: bool) -> Index:
@@ -184,18 +219,22 @@ def _write(
         file.append(container.pack_record(RecordKind.METADATA, metas.pack_metadata(pairs))[1])
     if groups:
         file.append(container.pack_record(RecordKind.GROUP, metas.pack_groups(groups.values()))[1])
-    chunks, payloads = [], []
+    chunks, payloads, ranges, num_ranges = [], [], [], 0
     for item in inputs:
         if len(item.chunks) or len(item.payloads):
             moved = _copy(file, item)
+            moved[0]["first_range"][moved[0]["num_ranges"] > 0] += num_ranges
             chunks.append(moved[0])
             payloads.append(moved[1])
+            ranges.append(item.ranges)
+            num_ranges += len(item.ranges)
     footer = metas.FooterMeta(
         header.required_features,
-        np.concatenate(chunks) if chunks else np.zeros(0, metas.CHUNK_ENTRY),
-        np.concatenate(payloads) if payloads else np.zeros(0, metas.PAYLOAD_ENTRY),
+        np.concatenate(chunks) if chunks else np.zeros(0, entries.CHUNK_ENTRY),
+        np.concatenate(payloads) if payloads else np.zeros(0, entries.PAYLOAD_ENTRY),
         tuple(groups.values()),
         dict(pairs),
+        np.concatenate(ranges) if ranges else np.zeros(0, entries.RANK_RANGE),
     )
     append_footer(file, footer)
 

@@ -6,18 +6,35 @@ Does not frame them and does not decode columns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import flatbuffers
 import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated import schema
-from prismtrace.container import Frame
 from prismtrace.encoding import STREAM_DTYPE, Stream
-from prismtrace.errors import TraceFormatError, TraceLimitError, TraceUsageError, TraceVersionError, reading
-from prismtrace.model import FORMAT_VERSION, ProcessGroup
+from prismtrace.entries import (
+    CHUNK_ENTRY,
+    MAX_RANKS,
+    PAYLOAD_ENTRY,
+    RANK_RANGE,
+    ChunkMeta,
+    RankRange,
+    ranges_of,
+    ranks_of,
+)
+from prismtrace.errors import TraceFormatError, TraceLimitError, TraceVersionError, reading
+from prismtrace.model import (
+    FIRST_NAMED_COLUMN,
+    FORMAT_VERSION,
+    ROLE_RANK,
+    ColumnSpec,
+    ColumnType,
+    ProcessGroup,
+    named_spec,
+)
 
 fb: Any = schema  # generated code has no annotations
 
@@ -26,53 +43,6 @@ KNOWN_FEATURES: Final = 0
 
 MAX_CHUNK_ROWS: Final = 1 << 20
 """Limit of the rows of one chunk (spec/trace-format.md, limits)."""
-
-CHUNK_ENTRY: Final = np.dtype(
-    [
-        ("offset", "<u8"),
-        ("length", "<u8"),
-        ("first_row", "<u8"),
-        ("first_ns", "<i8"),
-        ("last_ns", "<i8"),
-        ("num_rows", "<u4"),
-        ("rank", "<i4"),
-        ("first_step", "<i4"),
-        ("last_step", "<i4"),
-        ("meta_crc", "<u4"),
-        ("data_crc", "<u4"),
-        ("table", "u1"),
-        ("reserved_0", "u1"),
-        ("reserved_1", "<u2"),
-        ("reserved_2", "<u4"),
-    ]
-)
-PAYLOAD_ENTRY: Final = np.dtype(
-    [
-        ("digest", "V16"),
-        ("offset", "<u8"),
-        ("data_offset", "<u8"),
-        ("stored_length", "<u8"),
-        ("raw_length", "<u8"),
-        ("data_crc", "<u4"),
-        ("compression", "u1"),
-        ("reserved_0", "u1"),
-        ("reserved_1", "<u2"),
-    ]
-)
-
-
-class ChunkMeta(NamedTuple):
-    """The meta section of a chunk."""
-
-    table: int
-    rank: int
-    first_row: int
-    num_rows: int
-    first_step: int
-    last_step: int
-    first_ns: int
-    last_ns: int
-    streams: tuple[Stream, ...]
 
 
 @dataclass(frozen=True)
@@ -96,64 +66,7 @@ class FooterMeta:
     payloads: NDArray[Any]
     groups: tuple[ProcessGroup, ...]
     metadata: dict[str, str]
-
-
-MAX_KEY_BYTES: Final = 1 << 10
-MAX_VALUE_BYTES: Final = 1 << 24
-MAX_GROUP_TEXT_BYTES: Final = 1 << 16
-
-
-def check_entry(key: str, value: str) -> None:
-    """Refuses a metadata entry that cannot be written."""
-    if not isinstance(key, str) or not isinstance(value, str):  # type: ignore[redundant-expr]
-        raise TraceUsageError(f"metadata are pairs of str, not {type(key).__name__} -> {type(value).__name__}")
-    if not key or len(_utf8(key)) > MAX_KEY_BYTES or len(_utf8(value)) > MAX_VALUE_BYTES:
-        raise TraceUsageError(f"metadata {key[:40]!r}: empty key, or key or value too long")
-
-
-def check_group(group: ProcessGroup) -> None:
-    """Refuses a process group that cannot be written."""
-    if not 0 < group.group_id < 1 << 64:
-        raise TraceUsageError(f"group_id {group.group_id} must be in 1 .. 2**64 - 1 (0 means no group)")
-    for text in (group.name, group.description, group.backend):
-        if len(_utf8(text)) > MAX_GROUP_TEXT_BYTES:
-            raise TraceUsageError(f"group {group.group_id}: a text of {len(text)} characters")
-    if any(not 0 <= rank < 1 << 31 for rank in group.ranks):
-        raise TraceUsageError(f"group {group.group_id} has a rank out of range")
-
-
-def _utf8(text: str) -> bytes:
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise TraceUsageError(f"{text[:40]!r} is not valid Unicode: {error.reason}") from error
-
-
-def chunk_entry(meta: ChunkMeta, frame: Frame, offset: int) -> tuple[int, ...]:
-    """The index entry of a chunk, in the order of CHUNK_ENTRY."""
-    return (
-        offset,
-        frame.length,
-        meta.first_row,
-        meta.first_ns,
-        meta.last_ns,
-        meta.num_rows,
-        meta.rank,
-        meta.first_step,
-        meta.last_step,
-        frame.meta_crc,
-        frame.data_crc,
-        meta.table,
-        0,
-        0,
-        0,
-    )
-
-
-def payload_entry(digest: bytes, raw_length: int, compression: int, frame: Frame, offset: int) -> tuple[Any, ...]:
-    """The index entry of a payload, in the order of PAYLOAD_ENTRY."""
-    data_offset = offset + frame.data_start
-    return (digest, offset, data_offset, frame.data_length, raw_length, frame.data_crc, compression, 0, 0)
+    ranges: NDArray[Any] = field(default_factory=lambda: np.zeros(0, RANK_RANGE))
 
 
 def _struct_vector(builder: Any, raw: bytes, count: int, size: int) -> int:
@@ -171,16 +84,46 @@ def _vector(table: Any, slot: int, dtype: np.dtype[Any]) -> NDArray[Any]:
     return np.frombuffer(table.Bytes, dtype, count, table.Vector(position))
 
 
+def _ranges_vector(builder: Any, ranges: Sequence[RankRange] | NDArray[Any]) -> int:
+    raw = np.array(list(ranges), RANK_RANGE).tobytes()
+    builder.StartVector(RANK_RANGE.itemsize, len(ranges), 4)
+    builder.head -= len(raw)
+    builder.Bytes[builder.head : builder.head + len(raw)] = raw
+    return int(builder.EndVector())
+
+
+def _add_named(builder: Any, specs: Sequence[ColumnSpec]) -> int:
+    offsets = []
+    for spec in specs:
+        name = builder.CreateString(spec.name)
+        fb.NamedColumnStart(builder)
+        fb.NamedColumnAddName(builder, name)
+        fb.NamedColumnAddColumn(builder, spec.column_id)
+        fb.NamedColumnAddType(builder, int(spec.type))
+        offsets.append(fb.NamedColumnEnd(builder))
+    return _offsets(builder, offsets)
+
+
 def pack_chunk(meta: ChunkMeta) -> bytes:
     """The meta section of a CHUNK record."""
     raw = np.array([stream.row() for stream in meta.streams], STREAM_DTYPE).tobytes()
     builder = flatbuffers.Builder(len(raw) + 256)
+    named = _add_named(builder, meta.named) if meta.named else 0
+    ranges = _ranges_vector(builder, meta.ranges) if meta.ranges else 0
     streams = _struct_vector(builder, raw, len(meta.streams), STREAM_DTYPE.itemsize)
     fb.ChunkStart(builder)
     fb.ChunkAddFirstRow(builder, meta.first_row)
     fb.ChunkAddFirstNs(builder, meta.first_ns)
     fb.ChunkAddLastNs(builder, meta.last_ns)
+    fb.ChunkAddRole(builder, meta.role)
+    if meta.strings:
+        fb.ChunkAddStrings0(builder, int.from_bytes(meta.strings[:8], "little"))
+        fb.ChunkAddStrings1(builder, int.from_bytes(meta.strings[8:], "little"))
     fb.ChunkAddStreams(builder, streams)
+    if named:
+        fb.ChunkAddColumns(builder, named)
+    if ranges:
+        fb.ChunkAddRankRanges(builder, ranges)
     fb.ChunkAddNumRows(builder, meta.num_rows)
     fb.ChunkAddRank(builder, meta.rank)
     fb.ChunkAddFirstStep(builder, meta.first_step)
@@ -195,6 +138,7 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
     with reading("chunk header", path=path, offset=offset):
         chunk = fb.Chunk.GetRootAs(raw)
         rows = _vector(chunk._tab, 8, STREAM_DTYPE).tolist()
+        shared = chunk.Strings0().to_bytes(8, "little") + chunk.Strings1().to_bytes(8, "little")
         meta = ChunkMeta(
             chunk.Table(),
             chunk.Rank(),
@@ -205,12 +149,47 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
             chunk.FirstNs(),
             chunk.LastNs(),
             tuple(Stream(*row) for row in rows),
+            _named_columns(chunk),
+            chunk.Role(),
+            tuple(RankRange(*row) for row in _vector(chunk._tab, 11, RANK_RANGE).tolist()),
+            shared if any(shared) else b"",
         )
-        if meta.rank < 0 or meta.first_row >= 1 << 62:
+        if meta.rank < (ROLE_RANK if meta.role else 0) or meta.first_row >= 1 << 62:
             raise TraceFormatError("rank or first row out of range", path=path, offset=offset)
         if meta.num_rows > MAX_CHUNK_ROWS:
             raise TraceLimitError(f"chunk of {meta.num_rows} rows", path=path, offset=offset)
+        if meta.ranges:
+            _check_ranges(meta, path=path, offset=offset)
         return meta
+
+
+def _named_columns(chunk: Any) -> tuple[ColumnSpec, ...]:
+    """The named columns of types that this version knows; the streams of others are skipped."""
+    specs = []
+    ids, names = set(), set()
+    for number in range(chunk.ColumnsLength()):
+        column = chunk.Columns(number)
+        name, column_id = _text(column.Name()), column.Column()
+        if column_id < FIRST_NAMED_COLUMN or column_id in ids or name in names or "." not in name:
+            raise ValueError(f"named column {column_id} {name[:40]!r}")
+        ids.add(column_id)
+        names.add(name)
+        if 0 < column.Type() <= max(ColumnType):
+            specs.append(named_spec(name, ColumnType(column.Type()), column_id=column_id))
+    return tuple(specs)
+
+
+def _check_ranges(meta: ChunkMeta, *, path: str, offset: int) -> None:
+    total, last = 0, -1
+    for first, count, stride in meta.ranges:
+        total += count
+        if first <= last or count < 1 or stride < 1:
+            raise TraceFormatError("the ranks of a chunk do not rise", path=path, offset=offset)
+        last = first + stride * (count - 1)
+    if total > MAX_RANKS:
+        raise TraceLimitError(f"chunk of {total} ranks", path=path, offset=offset)
+    if last >= 1 << 31 or meta.rank != meta.ranges[0].first:
+        raise TraceFormatError("the ranks of a chunk are out of range", path=path, offset=offset)
 
 
 def pack_header(meta: HeaderMeta) -> bytes:
@@ -241,8 +220,8 @@ def parse_header(raw: bytes, *, path: str, offset: int) -> HeaderMeta:
     with reading("header", path=path, offset=offset):
         header = fb.Header.GetRootAs(raw)
         version = (header.VersionMajor(), header.VersionMinor())
-        if version[0] != FORMAT_VERSION[0] or version > FORMAT_VERSION:
-            message = f"format {version[0]}.{version[1]}, this library reads 0.1: install a matching prismtrace"
+        if version[0] != FORMAT_VERSION[0]:
+            message = f"format {version[0]}.{version[1]}, this library reads {FORMAT_VERSION[0]}.x"
             raise TraceVersionError(message, path=path, offset=offset)
         if header.WorldSize() < 0:
             raise TraceFormatError("negative world size", path=path, offset=offset)
@@ -262,14 +241,19 @@ def _text(raw: bytes | None) -> str:
 
 
 def _add_group(builder: Any, group: ProcessGroup) -> int:
-    texts = [builder.CreateString(text) for text in (group.name, group.description, group.backend)]
-    ranks = builder.CreateNumpyVector(np.array(group.ranks, "<i4"))
+    texts = [builder.CreateSharedString(text) for text in (group.name, group.description, group.backend)]
+    ranges = ranges_of(group.ranks)
+    dense = len(ranges) * RANK_RANGE.itemsize < len(group.ranks) * 4
+    members = _ranges_vector(builder, ranges) if dense else builder.CreateNumpyVector(np.array(group.ranks, "<i4"))
     fb.GroupStart(builder)
     fb.GroupAddGroupId(builder, group.group_id)
     fb.GroupAddName(builder, texts[0])
     fb.GroupAddDescription(builder, texts[1])
     fb.GroupAddBackend(builder, texts[2])
-    fb.GroupAddRanks(builder, ranks)
+    if dense:
+        fb.GroupAddRankRanges(builder, members)
+    else:
+        fb.GroupAddRanks(builder, members)
     return int(fb.GroupEnd(builder))
 
 
@@ -296,9 +280,14 @@ def _add_entries(builder: Any, entries: Mapping[str, str]) -> int:
 
 
 def _group_of(group: Any) -> ProcessGroup:
-    ranks = _vector(group._tab, 4, np.dtype("<i4")).tolist()
+    ranks = _vector(group._tab, 4, np.dtype("<i4"))
+    ranges = _vector(group._tab, 5, RANK_RANGE)
+    if len(ranges):
+        if len(ranks) or int(ranges["num_ranks"].sum(dtype=np.uint64)) > MAX_RANKS:
+            raise ValueError(f"members of group {group.GroupId()}")
+        ranks = ranks_of(RankRange(*row) for row in ranges.tolist())
     texts = (_text(group.Name()), _text(group.Description()), _text(group.Backend()))
-    return ProcessGroup(group.GroupId(), *texts, ranks=tuple(ranks))
+    return ProcessGroup(group.GroupId(), *texts, ranks=tuple(ranks.tolist()))
 
 
 def pack_groups(groups: Iterable[ProcessGroup]) -> bytes:
@@ -365,7 +354,9 @@ def pack_footer(meta: FooterMeta) -> bytes:
     for entries in (meta.chunks, meta.payloads):
         raw = entries.tobytes()
         vectors.append(_struct_vector(builder, raw, len(entries), entries.dtype.itemsize))
+    ranges = _ranges_vector(builder, meta.ranges)
     fb.FooterStart(builder)
+    fb.FooterAddRankRanges(builder, ranges)
     fb.FooterAddRequiredFeatures(builder, meta.required_features)
     fb.FooterAddChunks(builder, vectors[0])
     fb.FooterAddPayloads(builder, vectors[1])
@@ -387,4 +378,5 @@ def parse_footer(raw: bytes, *, path: str, offset: int) -> FooterMeta:
             _vector(footer._tab, 3, PAYLOAD_ENTRY),
             tuple(_group_of(footer.Groups(i)) for i in range(footer.GroupsLength())),
             {_text(pair.Key()): _text(pair.Value()) for pair in pairs},
+            _vector(footer._tab, 6, RANK_RANGE),
         )

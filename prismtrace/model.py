@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-FORMAT_VERSION: Final = (0, 1)
+FORMAT_VERSION: Final = (1, 0)
 
 ABSENT: Final = int(np.iinfo(np.int64).min)
 """What an absent value of an int64 column is in numpy; never a value on the wire."""
@@ -38,6 +38,34 @@ class TableKind(IntEnum):
     UNITS = 1
     STEPS = 2
     SCALARS = 3
+    EVENTS = 4
+    TRACKS = 5
+
+
+class EventKind(IntEnum):
+    """What an event is."""
+
+    UNSPECIFIED = 0
+    SPAN = 1
+    INSTANT = 2
+    COUNTER = 3
+    FLOW_START = 4
+    FLOW_STEP = 5
+    FLOW_END = 6
+    METADATA = 7
+    BEGIN = 8
+    END = 9
+
+
+class TrackKind(IntEnum):
+    """What kind of line of execution a track is."""
+
+    UNSPECIFIED = 0
+    HOST = 1
+    DEVICE_STREAM = 2
+    COMMUNICATION = 3
+    COUNTER = 4
+    OTHER = 5
 
 
 class UnitKind(IntEnum):
@@ -243,10 +271,52 @@ SCALAR_COLUMNS: Final[tuple[ColumnSpec, ...]] = (
 )
 """The columns of the scalars table, by id."""
 
+EVENT_COLUMNS: Final[tuple[ColumnSpec, ...]] = (
+    ColumnSpec(1, "name", _T.STRING, True, description="what happened"),
+    ColumnSpec(2, "category", _T.STRING, True, description="category given by the profiler"),
+    ColumnSpec(3, "kind", _T.UINT8, enum=EventKind, description="what the event is"),
+    ColumnSpec(4, "track", _T.INT32, True, description="row of the tracks table"),
+    ColumnSpec(5, "start_ns", _T.INT64, True, "ns", delta=True, description="start; the time of an instant"),
+    ColumnSpec(6, "end_ns", _T.INT64, True, "ns", "start_ns", True, description="end"),
+    ColumnSpec(7, "correlation_id", _T.INT64, True, delta=True, description="joins a launch and what it launched"),
+    ColumnSpec(8, "flow_id", _T.INT64, True, delta=True, description="joins the events of one flow"),
+    ColumnSpec(9, "unit", _T.INT64, True, delta=True, description="unit_index of the unit the event belongs to"),
+)
+"""The columns of the events table, by id."""
+
+TRACK_COLUMNS: Final[tuple[ColumnSpec, ...]] = (
+    ColumnSpec(1, "name", _T.STRING, True, description="name of the line of execution"),
+    ColumnSpec(2, "process", _T.STRING, True, description="name of its process"),
+    ColumnSpec(3, "kind", _T.UINT8, enum=TrackKind, description="what the track is"),
+    ColumnSpec(4, "process_id", _T.INT64, True, description="id of the process"),
+    ColumnSpec(5, "thread_id", _T.INT64, True, description="id of the thread"),
+    ColumnSpec(6, "device", _T.INT32, True, description="device index"),
+    ColumnSpec(7, "stream", _T.INT64, True, description="id of the stream on the device"),
+)
+"""The columns of the tracks table, by id."""
+
 COLUMNS: Final = MappingProxyType(
-    {TableKind.UNITS: UNIT_COLUMNS, TableKind.STEPS: STEP_COLUMNS, TableKind.SCALARS: SCALAR_COLUMNS}
+    {
+        TableKind.UNITS: UNIT_COLUMNS,
+        TableKind.STEPS: STEP_COLUMNS,
+        TableKind.SCALARS: SCALAR_COLUMNS,
+        TableKind.EVENTS: EVENT_COLUMNS,
+        TableKind.TRACKS: TRACK_COLUMNS,
+    }
 )
 """The registry: table -> columns."""
+
+FIRST_NAMED_COLUMN: Final = 1 << 15
+"""From this column id on columns are named in the chunk itself."""
+
+ROLE_RANK: Final = -1
+"""What stands in place of a rank in a chunk that belongs to a role."""
+
+
+def named_spec(name: str, kind: ColumnType, *, column_id: int = FIRST_NAMED_COLUMN) -> ColumnSpec:
+    """The description of a column that the registry does not have."""
+    optional = kind not in (ColumnType.UINT8, ColumnType.UINT64, ColumnType.BOOL)
+    return ColumnSpec(column_id, name, kind, optional, delta=True)
 
 
 @dataclass(frozen=True)

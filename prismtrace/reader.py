@@ -5,6 +5,7 @@ Does not interpret the rows, and does not repair a broken file.
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType, TracebackType
@@ -15,10 +16,11 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace._generated.schema import Compression
-from prismtrace.assemble import concatenate
+from prismtrace.assemble import Part, concatenate
 from prismtrace.container import RecordKind
 from prismtrace.decoder import ChunkDecoder
 from prismtrace.encoding import decompress
+from prismtrace.entries import chunk_entry
 from prismtrace.errors import (
     TraceChecksumError,
     TraceDataError,
@@ -31,10 +33,21 @@ from prismtrace.errors import (
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import ABSENT32, COLUMNS, ColumnSpec, GraphKind, ProcessGroup, TableKind
 from prismtrace.source import TraceInput, open_source
-from prismtrace.tables import Column, DictionaryColumn, ListColumn, ScalarTable, StepTable, Table, UnitTable
-from prismtrace.writer import as_bytes
+from prismtrace.tables import (
+    Column,
+    DictionaryColumn,
+    EventTable,
+    ListColumn,
+    ScalarTable,
+    StepTable,
+    Table,
+    TrackTable,
+    UnitTable,
+)
+from prismtrace.writer import ATTACHMENT_PREFIX, as_bytes
 
 DEFAULT_MAX_RESULT_BYTES: Final = 8 << 30
+_DIGEST: Final = re.compile("[0-9a-f]{32}")
 T = TypeVar("T", bound=Table)
 
 
@@ -141,6 +154,10 @@ class TraceReader:
         """Number of step rows of a rank, from the index alone."""
         return self._index.num_rows(TableKind.STEPS, rank)
 
+    def num_events(self, rank: int) -> int:
+        """Number of events of a rank, from the index alone."""
+        return self._index.num_rows(TableKind.EVENTS, rank)
+
     def missing_rows(self, table: TableKind, rank: int) -> tuple[int, int] | None:
         """The first gap, as first and last row (exclusive), between the chunks of a table; None when there is none."""
         entries = self._index.entries(table, rank)
@@ -168,13 +185,21 @@ class TraceReader:
         """The scalars of a rank."""
         return self._table(ScalarTable, rank, None, columns)
 
+    def events(self, rank: int, *, columns: Collection[str] | None = None) -> EventTable:
+        """The imported or profiled events of a rank."""
+        return self._table(EventTable, rank, None, columns)
+
+    def tracks(self, rank: int, *, columns: Collection[str] | None = None) -> TrackTable:
+        """The lines of execution that the events of a rank lie on."""
+        return self._table(TrackTable, rank, None, columns)
+
     def iter_units(
         self, rank: int, *, steps: range | int | None = None, columns: Collection[str] | None = None
     ) -> Iterator[UnitTable]:
         """The units of a rank chunk by chunk, in bounded memory."""
         specs, wanted = _specs(TableKind.UNITS, columns), _step_range(steps)
-        for part, rows in self._parts(TableKind.UNITS, rank, specs, wanted):
-            yield concatenate(UnitTable, rank, specs, [(part, rows)], selected=_selected(columns))
+        for part in self._parts(TableKind.UNITS, rank, specs, wanted, _selected(columns)):
+            yield concatenate(UnitTable, rank, specs, [part], selected=_selected(columns), path=self.path)
 
     def _table(self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None) -> T:
         if rank not in self._index.rank_set:
@@ -183,11 +208,11 @@ class TraceReader:
         parts, size = [], 0
         entries = self._chunks(kind.table, rank, wanted)
         self._check_size(int(entries["num_rows"].sum(dtype=np.int64)) * 8 * max(1, len(specs)), rank)
-        for part, rows in self._parts(kind.table, rank, specs, wanted):
-            size += sum(_nbytes(column) for column in part.values())
+        for part in self._parts(kind.table, rank, specs, wanted, _selected(columns)):
+            size += sum(_nbytes(column) for column in part.columns.values())
             self._check_size(size, rank)
-            parts.append((part, rows))
-        return concatenate(kind, rank, specs, parts, selected=_selected(columns))
+            parts.append(part)
+        return concatenate(kind, rank, specs, parts, selected=_selected(columns), path=self.path)
 
     def _check_size(self, size: int, rank: int) -> None:
         if size > self._max_result_bytes:
@@ -204,27 +229,34 @@ class TraceReader:
         return entries
 
     def _parts(
-        self, table: TableKind, rank: int, specs: list[ColumnSpec], wanted: range | None
-    ) -> Iterator[tuple[dict[str, Column], NDArray[np.int64]]]:
+        self,
+        table: TableKind,
+        rank: int,
+        specs: list[ColumnSpec],
+        wanted: range | None,
+        selected: frozenset[str] | None,
+    ) -> Iterator[Part]:
         step_spec = COLUMNS[table][2] if table is TableKind.UNITS else COLUMNS[table][0]
         decoded = specs if wanted is None or step_spec in specs else [*specs, step_spec]
         for entry in self._chunks(table, rank, wanted):
-            part = self._chunk(entry, decoded)
+            columns, named = self._chunk(entry, decoded, selected)
             first, count = int(entry["first_row"]), int(entry["num_rows"])
             rows = np.arange(first, first + count, dtype=np.int64)
             if wanted is not None:
-                step = part.get("step")
+                step = columns.get("step")
                 if not isinstance(step, np.ndarray):
                     step = np.full(count, ABSENT32, np.int32)
                 mask = (step >= wanted.start) & (step < wanted.stop) & (step != ABSENT32)
                 if not mask.all():
-                    part = {name: _take(column, mask) for name, column in part.items()}
+                    columns = {name: _take(column, mask) for name, column in columns.items()}
                     rows = rows[mask]
                 if step_spec not in specs:
-                    part.pop("step", None)
-            yield part, rows
+                    columns.pop("step", None)
+            yield Part(columns, rows, named)
 
-    def _chunk(self, entry: Any, specs: list[ColumnSpec]) -> dict[str, Column]:
+    def _chunk(
+        self, entry: Any, specs: list[ColumnSpec], selected: frozenset[str] | None
+    ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
         offset, length = int(entry["offset"]), int(entry["length"])
         whole = len(specs) > 6 or length < 1 << 16
         raw = self._source.read_at(offset, length if whole else min(length, 1 << 13))
@@ -238,9 +270,11 @@ class TraceReader:
         if zlib.crc32(meta_raw) != frame.meta_crc:
             raise TraceChecksumError("checksum of a chunk header", path=self.path, offset=offset)
         meta = metas.parse_chunk(meta_raw, path=self.path, offset=offset)
-        if metas.chunk_entry(meta, frame, offset) != entry.item():
+        if chunk_entry(meta, frame, offset, first_range=int(entry["first_range"])) != entry.item():
             raise TraceDataError("the chunk is not what the index says", path=self.path, offset=offset)
         data_offset = offset + frame.data_start
+        named = tuple(spec for spec in meta.named if selected is None or spec.name in selected)
+        wanted = [*specs, *named]
 
         def fetch(start: int, size: int) -> memoryview:
             if start < base or start + size > base + len(data):
@@ -253,9 +287,26 @@ class TraceReader:
         if whole:
             base, data = 0, raw[frame.data_start : frame.data_start + frame.data_length]
         else:
-            base, end = decoder.span(specs)
+            base, end = decoder.span(wanted)
             data = self._source.read_at(data_offset + base, end - base)
-        return decoder.decode(specs)
+        return decoder.decode(wanted), named
+
+    @property
+    def attachments(self) -> Mapping[str, bytes]:
+        """Name -> digest of the bytes that are kept under a name."""
+        found = {}
+        for key, value in self._index.metadata.items():
+            if key.startswith(ATTACHMENT_PREFIX) and _DIGEST.fullmatch(value):
+                found[key.removeprefix(ATTACHMENT_PREFIX)] = bytes.fromhex(value)
+        return MappingProxyType(found)
+
+    def attachment(self, name: str) -> bytes:
+        """The bytes that are kept under a name."""
+        digest = self.attachments.get(name)
+        if digest is None:
+            there = ", ".join(self.attachments) or "none"
+            raise TraceUsageError(f"{self.path}: no attachment {name!r}; it has: {there}")
+        return self.payload(digest)
 
     def has_payload(self, digest: bytes) -> bool:
         """Whether the file holds the payload."""
@@ -323,7 +374,7 @@ def _specs(table: TableKind, columns: Collection[str] | None) -> list[ColumnSpec
     if isinstance(columns, str):
         raise TraceUsageError(f"columns must be a collection of names, not the str {columns!r}")
     specs = [spec for spec in COLUMNS[table] if spec.name in columns]
-    unknown = set(columns) - {spec.name for spec in specs}
+    unknown = {name for name in set(columns) - {spec.name for spec in specs} if "." not in name}
     if unknown:
         raise TraceUsageError(f"{table.name.lower()} have no column {sorted(unknown)}")
     return specs

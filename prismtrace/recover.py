@@ -9,15 +9,17 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
+from prismtrace.entries import ChunkMeta, ranks_of
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceVersionError
-from prismtrace.index import Index, collect_record, read_header, read_meta
+from prismtrace.index import Collected, read_header, read_meta
 from prismtrace.merge import InputPart, write_merged
+from prismtrace.model import ROLE_RANK
 from prismtrace.source import PathSource, Source
 
 _READ_BYTES: Final = 1 << 23
@@ -63,11 +65,9 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
     source = PathSource(os.fspath(path))
     try:
         header, start = read_header(source)
-        chunks: list[tuple[int, ...]] = []
-        payloads: dict[bytes, tuple[Any, ...]] = {}
-        index = Index(header, np.zeros(0, metas.CHUNK_ENTRY), np.zeros(0, metas.PAYLOAD_ENTRY), {}, {})
+        collected = Collected()
         lost: list[LostRange] = []
-        rows: dict[tuple[int, int], int] = {}
+        rows: dict[tuple[int, ...], int] = {}
         finished = False
         for offset, frame, meta in _records(source, start, lost):
             try:
@@ -76,23 +76,19 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
                 elif frame.kind == RecordKind.FOOTER:
                     metas.parse_footer(meta, path=source.name, offset=offset)
                     finished = offset + frame.length + TRAILER_BYTES == source.size and _trailer_is_good(source)
-                collect_record(frame, meta, offset, chunks, payloads, index.groups, index.metadata, source.name)
+                collected.add(frame, meta, offset, source.name)
             except TraceFormatError as error:
                 lost.append(LostRange(offset, offset + frame.length, error.message))
     finally:
         source.close()
     if finished and lost and lost[-1].end == source.size and lost[-1].end - lost[-1].start == TRAILER_BYTES:
         lost.pop()
-    part = InputPart(
-        source.name,
-        header,
-        np.array(chunks, metas.CHUNK_ENTRY),
-        np.array(list(payloads.values()), metas.PAYLOAD_ENTRY),
-    )
-    pairs = dict(index.metadata)
+    chunks, payloads, ranges = collected.arrays()
+    part = InputPart(source.name, header, chunks, payloads, ranges)
+    pairs = dict(collected.metadata)
     if lost:
         pairs["recover.lost_bytes"] = str(sum(item.end - item.start for item in lost))
-    write_merged(os.fspath(out), header, [part], index.groups, pairs, overwrite=overwrite)
+    write_merged(os.fspath(out), header, [part], collected.groups, pairs, overwrite=overwrite)
     num_rows = int(part.chunks["num_rows"].sum(dtype=np.int64))
     return RecoverReport(len(chunks), num_rows, len(payloads), finished, tuple(lost))
 
@@ -154,10 +150,13 @@ def _check_data(source: Source, frame: Frame, offset: int) -> None:
         raise TraceChecksumError("checksum of a data section", path=source.name, offset=offset)
 
 
-def _check_rows(rows: dict[tuple[int, int], int], meta: metas.ChunkMeta, offset: int, path: str) -> None:
-    if meta.first_row < rows.get((meta.table, meta.rank), 0):
+def _check_rows(rows: dict[tuple[int, ...], int], meta: ChunkMeta, offset: int, path: str) -> None:
+    role = meta.role if meta.rank == ROLE_RANK else 0
+    ranks = ranks_of(meta.ranges).tolist() if meta.ranges else [meta.rank]
+    keys = [(meta.table, rank, role) for rank in ranks]
+    if any(meta.first_row < rows.get(key, 0) for key in keys):
         raise TraceDataError("a chunk repeats rows of an earlier one", path=path, offset=offset)
-    rows[meta.table, meta.rank] = meta.first_row + meta.num_rows
+    rows.update((key, meta.first_row + meta.num_rows) for key in keys)
 
 
 def _trailer_is_good(source: Source) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar, overload
 
 import numpy as np
@@ -92,13 +93,16 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 class Table:
-    """Read-only columns as attributes. Columns that no row has are views of one default value (zero strides)."""
+    """Read-only columns as attributes, or by name as `table["owner.name"]` where the registry has no such column.
+
+    Columns that no row has are views of one default value (zero strides).
+    """
 
     table: ClassVar[TableKind]
     rank: int
     row_index: NDArray[np.int64]
 
-    __slots__ = ("_columns", "_selected", "rank", "row_index")
+    __slots__ = ("_columns", "_missing", "_named", "_selected", "rank", "row_index")
 
     def __init__(
         self,
@@ -107,11 +111,14 @@ class Table:
         *,
         row_index: NDArray[np.int64],
         selected: frozenset[str] | None = None,
+        named: Mapping[str, ColumnSpec] | None = None,
     ) -> None:
         object.__setattr__(self, "rank", rank)
         object.__setattr__(self, "row_index", row_index)
         object.__setattr__(self, "_columns", dict(columns))
         object.__setattr__(self, "_selected", selected)
+        object.__setattr__(self, "_named", dict(named or {}))
+        object.__setattr__(self, "_missing", {})
 
     def __len__(self) -> int:
         return len(self.row_index)
@@ -120,6 +127,27 @@ class Table:
     def first_index(self) -> int:
         """Ordinal of row 0 within its rank (0 for an empty table)."""
         return int(self.row_index[0]) if len(self) else 0
+
+    @property
+    def column_names(self) -> tuple[str, ...]:
+        """The columns that hold something: those of the registry by id, then the others."""
+        present: dict[str, Column] = object.__getattribute__(self, "_columns")
+        registered = [spec.name for spec in COLUMNS[self.table] if spec.name in present]
+        return (*registered, *(name for name in self.named_specs if name in present))
+
+    @property
+    def named_specs(self) -> Mapping[str, ColumnSpec]:
+        """Name and type of the columns that the registry does not have."""
+        return MappingProxyType(object.__getattribute__(self, "_named"))
+
+    def __getitem__(self, name: str) -> Any:
+        columns: dict[str, Column] = object.__getattribute__(self, "_columns")
+        if name in columns:
+            return columns[name]
+        if any(spec.name == name for spec in COLUMNS[self.table]):
+            return getattr(self, name)
+        there = ", ".join(self.column_names) or "none"
+        raise KeyError(f"{type(self).__name__} of rank {self.rank} has no column {name!r}; it has: {there}")
 
     def __getattr__(self, name: str) -> Any:
         columns: dict[str, Column] = object.__getattribute__(self, "_columns")
@@ -131,8 +159,10 @@ class Table:
         selected: frozenset[str] | None = object.__getattribute__(self, "_selected")
         if selected is not None and name not in selected:
             raise AttributeError(f"column {name!r} was not read: add it to `columns`")
-        columns[name] = missing_column(spec, num_rows=len(self))
-        return columns[name]
+        missing: dict[str, Column] = object.__getattribute__(self, "_missing")
+        return (
+            missing.setdefault(name, missing_column(spec, num_rows=len(self))) if name not in missing else missing[name]
+        )
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"{type(self).__name__} is read-only")
@@ -142,15 +172,15 @@ class Table:
 
     def __reduce__(self) -> tuple[Any, ...]:
         selected = object.__getattribute__(self, "_selected")
-        return _rebuilt, (type(self), self.rank, self.columns(), self.row_index, selected)
+        return _rebuilt, (type(self), self.rank, self.columns(), self.row_index, selected, dict(self.named_specs))
 
     def columns(self) -> dict[str, Column]:
         """The columns that hold something, in the form that TraceWriter accepts."""
         return dict(object.__getattribute__(self, "_columns"))
 
 
-def _rebuilt(kind: type[Table], rank: int, columns: dict[str, Column], rows: Any, selected: Any) -> Table:
-    return kind(rank, columns, row_index=rows, selected=selected)
+def _rebuilt(kind: type[Table], rank: int, columns: dict[str, Column], rows: Any, selected: Any, named: Any) -> Table:
+    return kind(rank, columns, row_index=rows, selected=selected, named=named)
 
 
 def missing_column(spec: ColumnSpec, *, num_rows: int) -> Column:
@@ -247,3 +277,35 @@ class ScalarTable(Table):
     def names(self) -> list[str | None]:
         """The name of every row."""
         return list(self.name)
+
+
+class EventTable(Table):
+    """Imported or profiled events of one rank."""
+
+    table = TableKind.EVENTS
+    __slots__ = ()
+
+    name: DictionaryColumn[str]
+    category: DictionaryColumn[str]
+    kind: NDArray[np.uint8]
+    track: NDArray[np.int32]
+    start_ns: NDArray[np.int64]
+    end_ns: NDArray[np.int64]
+    correlation_id: NDArray[np.int64]
+    flow_id: NDArray[np.int64]
+    unit: NDArray[np.int64]
+
+
+class TrackTable(Table):
+    """The lines of execution that events of one rank lie on; events name them by row."""
+
+    table = TableKind.TRACKS
+    __slots__ = ()
+
+    name: DictionaryColumn[str]
+    process: DictionaryColumn[str]
+    kind: NDArray[np.uint8]
+    process_id: NDArray[np.int64]
+    thread_id: NDArray[np.int64]
+    device: NDArray[np.int32]
+    stream: NDArray[np.int64]

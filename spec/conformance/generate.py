@@ -25,38 +25,28 @@ import zstandard
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prismtrace import GraphKind, ProcessGroup, TraceWriter, to_json
-from prismtrace._generated.schema import Compression, Encoding, StreamRole
+from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.chunk import encode_chunk
 from prismtrace.columns import normalise
 from prismtrace.container import MAGIC, RecordKind, pack_record, pack_trailer
 from prismtrace.encoding import Stream
-from prismtrace.metas import (
-    CHUNK_ENTRY,
-    PAYLOAD_ENTRY,
-    ChunkMeta,
-    FooterMeta,
-    HeaderMeta,
-    chunk_entry,
-    pack_chunk,
-    pack_footer,
-    pack_header,
-)
+from prismtrace.entries import CHUNK_ENTRY, PAYLOAD_ENTRY, ChunkMeta, chunk_entry
+from prismtrace.metas import FooterMeta, HeaderMeta, pack_chunk, pack_footer, pack_header
 from prismtrace.model import TableKind
 
-HEADER = HeaderMeta((0, 1), 0, 0, int(GraphKind.OBSERVED), 2, "conformance")
+HEADER = HeaderMeta((1, 0), 0, 0, int(GraphKind.OBSERVED), 2, "conformance")
 GROUP = ProcessGroup(group_id=2**63 + 5, name="dp", description="data parallel", backend="gloo", ranks=(1, 0))
 Chunk = tuple[ChunkMeta, list[Any]]
 
 
 def units(columns: dict[str, Any], *, rank: int = 0, first_row: int = 0) -> Chunk:
     """An encoded chunk of units."""
-    num_rows, normal = normalise(TableKind.UNITS, columns)
-    return encode_chunk(TableKind.UNITS, rank=rank, first_row=first_row, num_rows=num_rows, columns=normal)
+    return encode_chunk(TableKind.UNITS, rank=rank, first_row=first_row, rows=normalise(TableKind.UNITS, columns))
 
 
 def stream(raw: bytes, *, column: int, count: int, **changes: int) -> tuple[Stream, bytes]:
     """A stream with a right checksum around any bytes."""
-    plain = Stream(0, count, len(raw), len(raw), zlib.crc32(raw), 1, column, 0, StreamRole.VALUES, 1, 1, 1)
+    plain = Stream(0, count, len(raw), len(raw), zlib.crc32(raw), 1, column, 0, StreamPart.VALUES, 1, 1, 1)
     return replace(plain, **changes), raw
 
 
@@ -100,7 +90,8 @@ def padded_header() -> bytes:
     builder: Any = flatbuffers.Builder(128)
     builder.StartObject(30)
     builder.PrependUint64Slot(29, 12345, 0)
-    builder.PrependUint16Slot(1, 1, 0)
+    builder.PrependUint16Slot(0, 1, 0)
+    builder.PrependUint16Slot(1, 7, 0)
     builder.PrependUint8Slot(4, int(GraphKind.BARE), 0)
     builder.PrependInt32Slot(5, 2, 0)
     builder.Finish(builder.EndObject())
@@ -178,12 +169,12 @@ def every_encoding() -> bytes:
         stream(dictionary, column=7, count=4, encoding=Encoding.DICTIONARY, base=2),
         stream(shuffled([65535, 0, 300, 1], 2), column=14, count=4, encoding=Encoding.SHUFFLED, width=2),
         stream(struct.pack("<2i", -5, 5), column=17, count=2, width=4),
-        stream(b"\x09", column=17, count=1, role=StreamRole.VALIDITY),
+        stream(b"\x09", column=17, count=1, part=StreamPart.VALIDITY),
         stream(shuffled([0, 2**64 - 1, 5, 6], 8), column=18, count=4, encoding=Encoding.OFFSET, width=8, base=2**62),
         stream(b"\x01\x00", column=23, count=2, encoding=Encoding.OFFSET),
-        stream(b"\x06", column=23, count=1, role=StreamRole.VALIDITY),
-        stream(b"\x02\x03", column=0, count=2, role=StreamRole.STRING_LENGTHS),
-        stream("äabc".encode(), column=0, count=5, role=StreamRole.STRING_BYTES),
+        stream(b"\x06", column=23, count=1, part=StreamPart.VALIDITY),
+        stream(b"\x02\x03", column=0, count=2, part=StreamPart.STRING_LENGTHS),
+        stream("äabc".encode(), column=0, count=5, part=StreamPart.STRING_BYTES),
     ]
     packed = zstandard.ZstdCompressor().compress(bytes(range(64)) * 2)
     zstd = Stream(0, 128, len(packed), 128, zlib.crc32(packed), 1, 8, 0, 1, Encoding.PLAIN, Compression.ZSTD, 1)
@@ -193,7 +184,7 @@ def every_encoding() -> bytes:
 
 def valid_vectors() -> dict[str, tuple[str, bytes]]:
     """Name -> what it shows, and the bytes."""
-    padding = stream(b"\x09\x09", column=999, count=2, role=77, encoding=1)
+    padding = stream(b"\x09\x09", column=999, count=2, part=77, encoding=1)
     known = stream(b"\x01\x02", column=1, count=2)
     strange_table = chunk(stream(b"\x01", column=1, count=1), num_rows=1, table=77)
     return {
@@ -206,7 +197,7 @@ def valid_vectors() -> dict[str, tuple[str, bytes]]:
         "payloads": ("a raw, a compressed and an empty payload", written(fill_payloads)),
         "encodings": ("every encoding, scale, validity, arithmetic modulo 2**64", every_encoding()),
         "unknown": (
-            "unknown header field, record kinds, table, column and stream role: to be skipped",
+            "unknown header field, record kinds, table, column and stream part: to be skipped",
             trace(
                 chunk(padding, known, num_rows=2),
                 strange_table,
@@ -258,11 +249,11 @@ def invalid_vectors() -> dict[str, tuple[str, str, bytes]]:
 
     bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
     label = stream(b"\x00\x05", column=23, count=2, encoding=Encoding.OFFSET)
-    lengths = stream(b"\x01", column=0, count=1, role=StreamRole.STRING_LENGTHS)
-    text = stream(b"\xff", column=0, count=1, role=StreamRole.STRING_BYTES)
+    lengths = stream(b"\x01", column=0, count=1, part=StreamPart.STRING_LENGTHS)
+    text = stream(b"\xff", column=0, count=1, part=StreamPart.STRING_BYTES)
     codes = stream(b"\x00\x00", column=23, count=2, encoding=Encoding.OFFSET)
-    list_lengths = stream(b"\x02\x02", column=26, count=2, role=StreamRole.LENGTHS)
-    validity = {"column": 4, "count": 1, "role": StreamRole.VALIDITY}
+    list_lengths = stream(b"\x02\x02", column=26, count=2, part=StreamPart.LENGTHS)
+    validity = {"column": 4, "count": 1, "part": StreamPart.VALIDITY}
     payload = written(lambda w: w.add_payload(b"x" * 40) and None)
     return {
         "zero_bytes": ("unfinished", "nothing at all", b""),
@@ -280,19 +271,16 @@ def invalid_vectors() -> dict[str, tuple[str, str, bytes]]:
         "footer_checksum": ("checksum", "a bit of the footer is flipped", changed(good, footer + 40)),
         "trailer_checksum": ("checksum", "a bit of the trailer is flipped", changed(good, len(good) - 30)),
         "payload_checksum": ("checksum", "a bit of a payload is flipped", changed(payload, payload.index(b"xxxx") + 9)),
-        "future_major": ("version", "magic of format 1", changed(good, 5, b"\x01")),
-        "future_minor": (
-            "version", "format 0.2: drafts are not compatible",
-            trace(header=pack_header(replace(HEADER, version=(0, 2)))),
-        ),
+        "future_major": ("version", "magic of format 2", changed(good, 5, b"\x02")),
+        "draft": ("version", "magic of the draft", changed(good, 5, b"\x00")),
         "required_feature": (
-            "version", "a required feature that format 0.1 does not have",
+            "version", "a required feature that format 1.0 does not have",
             trace(header=pack_header(replace(HEADER, required_features=1 << 40))),
         ),
         "unknown_encoding": ("version", "encoding 99", one(b"ab", encoding=99)),
         "unknown_compression": ("version", "compression 9", one(b"ab", compression=9)),
-        "unknown_role": ("version", "stream role 99 in a known column", trace(chunk(kind, stream(
-            b"ab", column=1, count=2, role=99), num_rows=2))),
+        "unknown_role": ("version", "stream part 99 in a known column", trace(chunk(kind, stream(
+            b"ab", column=1, count=2, part=99), num_rows=2))),
         "rows_bomb": ("limit", "4 billion rows of a constant", trace(chunk(stream(
             b"", column=1, count=2**32 - 1, encoding=Encoding.CONSTANT, width=0), num_rows=2**32 - 1))),
         "stream_bomb": ("limit", "a stream of 4 GiB", one(b"", count=2**29 - 1, raw_length=2**32 - 8, width=8)),
@@ -310,7 +298,7 @@ def invalid_vectors() -> dict[str, tuple[str, str, bytes]]:
         "sentinel": ("data", "the value that stands for absent", one(struct.pack("<2q", 1, -(2**63)), width=8)),
         "too_wide": ("data", "300 in an 8-bit column", one(struct.pack("<2h", 1, 300), width=2, column=1)),
         "code_outside": ("data", "a string that the dictionary lacks", trace(chunk(label, lengths, stream(
-            b"a", column=0, count=1, role=StreamRole.STRING_BYTES), num_rows=2))),
+            b"a", column=0, count=1, part=StreamPart.STRING_BYTES), num_rows=2))),
         "invalid_utf8": ("format", "a string that is not UTF-8", trace(chunk(codes, lengths, text, num_rows=2))),
         "list_lengths": ("data", "lists longer than their elements", trace(chunk(list_lengths, stream(
             b"abc", column=26, count=3), num_rows=2))),
@@ -371,7 +359,7 @@ def main(folder: Path) -> None:
     for name, (codes, summary, raw) in contradictory_vectors().items():
         (folder / "invalid" / f"{name}.prism").write_bytes(raw)
         invalid.append({"file": f"invalid/{name}.prism", "findings": codes, "summary": summary})
-    manifest = {"format": "0.1", "valid": valid, "invalid": invalid}
+    manifest = {"format": "1.0", "valid": valid, "invalid": invalid}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""A second reader of PrismTrace 0.1, written from spec/trace-format.md with struct and zstandard only.
+"""A second reader of PrismTrace 1.0, written from spec/trace-format.md with struct and zstandard only.
 
 Does not import prismtrace, numpy or flatbuffers, and is not fast: it exists to prove that the specification is enough.
 """
@@ -12,15 +12,18 @@ from typing import Any
 
 import zstandard
 
-MAGIC = b"\x89PRSM\x00\r\n"
+MAGIC = b"\x89PRSM\x01\r\n"
 FRAME = struct.Struct("<4sBBHIIQII")
 STREAM = struct.Struct("<qIIIIIHHBBBBI")
-CHUNK_ENTRY = struct.Struct("<QQQqqIiiiIIBBHI")
+CHUNK_ENTRY = struct.Struct("<QQQqqQIiiiIIIIBBHI")
+RANGE = struct.Struct("<iIi")
 PAYLOAD_ENTRY = struct.Struct("<16sQQQQIBBH")
 MASK = (1 << 64) - 1
 GRAPH_KINDS = ("UNSPECIFIED", "OBSERVED", "BARE", "CALIBRATED", "EMULATED")
 DEFAULTS = {"u8": 0, "u64": "0", "bool": False, "i32": 0, "i64": "0", "f64": 0.0}
-TABLES = {1: "units", 2: "steps", 3: "scalars"}
+TABLES = {1: "units", 2: "steps", 3: "scalars", 4: "events", 5: "tracks"}
+TYPES = ("", "u8", "i32", "i64", "u64", "f64", "bool", "string", "digest", "list")
+TYPE_NAMES = ("", "UINT8", "INT32", "INT64", "UINT64", "FLOAT64", "BOOL", "STRING", "DIGEST", "LIST_INT64")
 # table -> column id -> (name, type, optional)
 COLUMNS: dict[int, dict[int, tuple[str, str, bool]]] = {
     1: {
@@ -40,6 +43,17 @@ COLUMNS: dict[int, dict[int, tuple[str, str, bool]]] = {
         7: ("cpu_time_ns", "i64", True),
     },
     3: {1: ("step", "i32", False), 2: ("name", "string", True), 3: ("value", "f64", False)},
+    4: {
+        1: ("name", "string", True), 2: ("category", "string", True), 3: ("kind", "u8", False),
+        4: ("track", "i32", True), 5: ("start_ns", "i64", True), 6: ("end_ns", "i64", True),
+        7: ("correlation_id", "i64", True),
+        8: ("flow_id", "i64", True), 9: ("unit", "i64", True),
+    },
+    5: {
+        1: ("name", "string", True), 2: ("process", "string", True), 3: ("kind", "u8", False),
+        4: ("process_id", "i64", True), 5: ("thread_id", "i64", True), 6: ("device", "i32", True),
+        7: ("stream", "i64", True),
+    },
 }  # fmt: skip
 
 
@@ -130,7 +144,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     _need(kind == 1, "header")
     header = _Table.root(meta)
     major, minor = header.scalar(0, "H"), header.scalar(1, "H")
-    _need((major, minor) == (0, 1), "version")
+    _need(major == 1, "version")
     _need(header.scalar(2, "Q") == 0, "required features")
     _need(len(raw) >= 40 and raw[-8:] == MAGIC, "unfinished")
     offset, length, reserved, crc = struct.unpack("<QQII", raw[-32:-8])
@@ -142,13 +156,14 @@ def _read(raw: bytes) -> dict[str, Any]:
     _need(footer.scalar(0, "Q") == 0, "required features")
     ranks: dict[int, dict[str, Any]] = {}
     ends: dict[tuple[int, int], int] = {}
-    for entry in sorted(footer.structs(2, CHUNK_ENTRY), key=lambda e: (e[6], e[11], e[2])):
-        if entry[11] in TABLES:
+    for entry in sorted(footer.structs(2, CHUNK_ENTRY), key=lambda e: (e[7], e[14], e[2])):
+        if entry[14] in TABLES:
             _add_chunk(raw, entry, ranks, ends)
     groups = [
         {
             "group_id": str(g.scalar(0, "Q")), "name": g.string(1), "description": g.string(2),
-            "backend": g.string(3), "ranks": [r for (r,) in g.structs(4, struct.Struct("<i"))],
+            "backend": g.string(3),
+            "ranks": [r for (r,) in g.structs(4, struct.Struct("<i"))] + _ranks(g.structs(5, RANGE)),
         }
         for g in footer.tables(4)
     ]  # fmt: skip
@@ -167,6 +182,9 @@ def _twin_tables(tables: dict[str, Any]) -> dict[str, Any]:
     for table in tables.values():
         columns = table["columns"]
         table["columns"] = {k: v for k, v in columns.items() if any(value is not None for value in v)}
+        table.pop("specs")
+        types = {k: v for k, v in table.pop("types", {}).items() if k in table["columns"]}
+        table |= {"types": types} if types else {}
     return tables
 
 
@@ -193,7 +211,7 @@ def _expand(stored: bytes, compression: int, raw_length: int) -> bytes:
 def _add_chunk(
     raw: bytes, entry: tuple[Any, ...], ranks: dict[int, dict[str, Any]], ends: dict[tuple[int, int], int]
 ) -> None:
-    offset, length, first_row, _, _, num_rows, rank, _, _, meta_crc, data_crc, table_id, _, _, _ = entry
+    offset, length, first_row, _, _, _, num_rows, rank, _, _, meta_crc, data_crc, _, _, table_id, _, _, _ = entry
     kind, meta, data_start, data_length, end, crcs = _record(raw, offset)
     _need(kind == 2 and end == offset + length and crcs == (meta_crc, data_crc), "chunk and index differ")
     chunk = _Table.root(meta)
@@ -208,19 +226,31 @@ def _add_chunk(
         streams[column, role] = (*stream, raw[position : position + stored_length])
         position += stored_length
     _need(position == data_start + data_length, "streams and data differ")
-    decoded = _Chunk(streams, num_rows, COLUMNS[table_id]).columns()
+    named = {c.scalar(0, "H"): (c.string(2), TYPES[c.scalar(1, "B")]) for c in chunk.tables(9) if c.scalar(1, "B") < 10}
+    specs = COLUMNS[table_id] | {
+        c: (name, kind, kind not in ("u8", "u64", "bool")) for c, (name, kind) in named.items()
+    }
+    decoded = _Chunk(streams, num_rows, specs).columns()
     table = ranks.setdefault(rank, {}).setdefault(
         TABLES[table_id], {"num_rows": 0, "first_index": str(first_row), "columns": {}}
     )
     _need(first_row >= ends.get((rank, table_id), 0), "rows twice")
     ends[rank, table_id] = first_row + num_rows
     before = table["num_rows"]
-    for name, kind_name, optional in COLUMNS[table_id].values():
+    for name, kind in sorted(named.values()):
+        table.setdefault("types", {}).setdefault(name, TYPE_NAMES[TYPES.index(kind)])
+    known = table.setdefault("specs", {})
+    known |= {name: (kind_name, optional) for name, kind_name, optional in specs.values()}
+    for name, (kind_name, optional) in known.items():
         default = None if optional else DEFAULTS[kind_name]
         if name in decoded or name in table["columns"]:
             values = table["columns"].setdefault(name, [default] * before)
             values.extend(decoded.get(name, [default] * num_rows))
     table["num_rows"] += num_rows
+
+
+def _ranks(ranges: list[tuple[Any, ...]]) -> list[int]:
+    return [first + stride * i for first, count, stride in ranges for i in range(count)]
 
 
 class _Chunk:

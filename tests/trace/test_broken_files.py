@@ -128,7 +128,7 @@ def test_hostile_bytes_with_good_checksums_end_in_a_named_error(sample: Path, al
 @given(raw=st.binary(max_size=300), prefix=st.booleans())
 def test_noise_is_no_trace(raw: bytes, prefix: bool) -> None:
     with pytest.raises(TraceFormatError):
-        read_all((b"\x89PRSM\x00\r\n" if prefix else b"") + raw, allow_unfinished=True)
+        read_all((b"\x89PRSM\x01\r\n" if prefix else b"") + raw, allow_unfinished=True)
 
 
 def test_validate_never_raises_on_broken_bytes(sample: Path) -> None:
@@ -143,8 +143,15 @@ def test_validate_never_raises_on_broken_bytes(sample: Path) -> None:
 
 def test_a_later_version_is_refused_by_name(sample: Path) -> None:
     raw = bytearray(sample.read_bytes())
-    raw[5] = 1
-    with pytest.raises(TraceVersionError, match=r"format 1\.x"):
+    raw[5] = 2
+    with pytest.raises(TraceVersionError, match=r"format 2\.x"):
+        read_all(bytes(raw))
+
+
+def test_the_draft_is_refused_by_name(sample: Path) -> None:
+    raw = bytearray(sample.read_bytes())
+    raw[5] = 0
+    with pytest.raises(TraceVersionError, match=r"format 0\.x.*a draft"):
         read_all(bytes(raw))
 
 

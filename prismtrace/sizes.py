@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from prismtrace import metas
-from prismtrace._generated.schema import StreamRole
+from prismtrace._generated.schema import StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
+from prismtrace.entries import ChunkMeta
 from prismtrace.index import read_meta
 from prismtrace.model import COLUMNS, TableKind
 from prismtrace.reader import TraceReader
@@ -75,19 +76,18 @@ def _places(reader: TraceReader) -> tuple[list[int], list[int]]:
     return entries["offset"].tolist(), entries["length"].tolist()
 
 
-def _names(meta: metas.ChunkMeta) -> tuple[str, dict[int, str]]:
+def _names(meta: ChunkMeta) -> tuple[str, dict[int, str]]:
     """Name of the table, and of its columns by id (those that the chunk itself names included)."""
     if meta.table not in TableKind._value2member_map_ or TableKind(meta.table) not in COLUMNS:
         return f"table {meta.table}", {}
     kind = TableKind(meta.table)
     names = {spec.column_id: spec.name for spec in COLUMNS[kind]}
-    for column in getattr(meta, "columns", ()):
-        names[int(column.column_id)] = str(column.name)
+    names.update((spec.column_id, spec.name) for spec in meta.named)
     return kind.name.lower(), names
 
 
 def _column(stream: object, names: dict[int, str]) -> str:
-    column, role = int(getattr(stream, "column")), int(getattr(stream, "role"))  # noqa: B009
+    column, part = int(getattr(stream, "column")), int(getattr(stream, "part"))  # noqa: B009
     if column == DICTIONARY_COLUMN:
-        return "(digests)" if role == StreamRole.DIGESTS else "(strings)"
+        return "(digests)" if part == StreamPart.DIGESTS else "(strings)"
     return names.get(column, f"column {column}")

@@ -138,22 +138,21 @@ def in_child(setup: str, work: str) -> tuple[float, float]:
 
 
 def measure_json(folder: Path, repeats: int, data: Path | None) -> None:
-    """Reading all columns into numpy against json.load of the same columns as JSON, each in a fresh process."""
-    shape = JobShape(num_ranks=256)
-    jobs: dict[str, Job] = {"generated 256 ranks": {rank: units_of(shape, rank) for rank in range(shape.num_ranks)}}
+    """Reading all columns into numpy against json.load of one JSON object a unit, each in a fresh process."""
+    shape = JobShape(num_ranks=128)
+    jobs: dict[str, Job] = {"generated 128 ranks": {rank: units_of(shape, rank) for rank in range(shape.num_ranks)}}
     if data is not None:
         jobs["straggler_analysis ST"] = straggler(data / "straggler_analysis/trace-ST.parquet")
     for name, job in jobs.items():
         trace, text = folder / "read.prism", folder / "read.json"
         write_job(trace, job)
-        plain = {
-            str(rank): {
-                column: [None if value in (ABSENT, ABSENT32) else value for value in np.asarray(values).tolist()]
-                for column, values in columns.items()
-            }
-            for rank, columns in job.items()
-        }
-        text.write_text(json.dumps(plain, separators=(",", ":")), encoding="utf-8")
+        records = []
+        for rank, columns in job.items():
+            lists = {column: np.asarray(values).tolist() for column, values in columns.items()}
+            for values in zip(*lists.values(), strict=True):
+                pairs = zip(lists, values, strict=True)
+                records.append({"rank": rank, **{k: v for k, v in pairs if v not in (ABSENT, ABSENT32)}})
+        text.write_text(json.dumps(records, separators=(",", ":")), encoding="utf-8")
         read = f"reader = prismtrace.TraceReader({str(trace)!r}); kept = [reader.units(rank) for rank in reader.ranks]"
         load = f"file = open({str(text)!r}); kept = json.load(file)"
         ours, theirs = [], []

@@ -50,7 +50,7 @@ def file_sizes(reader: TraceReader) -> FileSizes:
         table, names = _names(meta)
         num_rows[table] = num_rows.get(table, 0) + meta.num_rows
         for stream in meta.streams:
-            size = stored.setdefault((table, _column(stream, names)), [0, 0])
+            size = stored.setdefault((table, _column(stream.column, int(stream.part), names)), [0, 0])
             size[0] += stream.stored_length
             size[1] += stream.raw_length
         header = stored.setdefault((table, "(headers)"), [0, 0])
@@ -86,8 +86,7 @@ def _names(meta: ChunkMeta) -> tuple[str, dict[int, str]]:
     return kind.name.lower(), names
 
 
-def _column(stream: object, names: dict[int, str]) -> str:
-    column, part = int(getattr(stream, "column")), int(getattr(stream, "part"))  # noqa: B009
+def _column(column: int, part: int, names: dict[int, str]) -> str:
     if column == DICTIONARY_COLUMN:
         return "(digests)" if part == StreamPart.DIGESTS else "(strings)"
     return names.get(column, f"column {column}")

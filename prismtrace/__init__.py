@@ -17,6 +17,7 @@ A map for newcomers, from the inside out:
 """
 
 from prismtrace.align import Alignment, ClockCorrection, estimate_clocks
+from prismtrace.compact import CompactReport, compact
 from prismtrace.diff import diff
 from prismtrace.differences import CATEGORIES as DIFF_CATEGORIES
 from prismtrace.differences import StructureChange, TraceDiff, ValueChange
@@ -79,6 +80,7 @@ __all__ = [
     "ClockCorrection",
     "ColumnSize",
     "ColumnType",
+    "CompactReport",
     "DIFF_CATEGORIES",
     "DType",
     "DictionaryColumn",
@@ -123,6 +125,7 @@ __all__ = [
     "UnitKind",
     "UnitTable",
     "ValueChange",
+    "compact",
     "diff",
     "estimate_clocks",
     "file_sizes",

@@ -27,6 +27,17 @@ class Part:
     row_index: NDArray[np.int64]
     named: tuple[ColumnSpec, ...] = ()
 
+    def take(self, rows: NDArray[Any] | slice) -> Part:
+        """The rows that a slice or a mask selects."""
+        columns = {name: _taken(column, rows) for name, column in self.columns.items()}
+        return Part(columns, self.row_index[rows], self.named)
+
+
+def _taken(column: Column, rows: NDArray[Any] | slice) -> Column:
+    if isinstance(column, np.ndarray):
+        return column[rows]
+    return column[rows] if isinstance(rows, slice) else column.take(rows)
+
 
 def concatenate(
     kind: type[T],

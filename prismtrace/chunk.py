@@ -1,11 +1,11 @@
-"""Encodes rows of one table of one rank into a self-contained chunk.
+"""Encodes rows of one table into a chunk: of a rank, of a role, or of ranks that differ little from their role.
 
 Does not write files and does not decode; `decoder` does that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -14,11 +14,21 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import StreamPart
 from prismtrace.columns import DIGEST_BYTES, Rows
-from prismtrace.encoding import MAX_STREAM_BYTES, Stream, encode_bytes, encode_distinct, encode_floats, encode_integers
-from prismtrace.entries import ChunkMeta
+from prismtrace.encoding import (
+    MAX_STREAM_BYTES,
+    Stream,
+    encode_bytes,
+    encode_differences,
+    encode_distinct,
+    encode_floats,
+    encode_integers,
+)
+from prismtrace.entries import ChunkMeta, ranges_of
 from prismtrace.errors import TraceUsageError
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
-from prismtrace.tables import Column, DictionaryColumn, ListColumn
+from prismtrace.roles import INTEGERS, Difference, Template, present, same_rows, wide
+from prismtrace.strings import SharedStrings
+from prismtrace.tables import Column, DictionaryColumn, ListColumn, missing_column
 
 DICTIONARY_COLUMN: Final = 0
 """Column id of the streams that hold the chunk's own string and digest dictionaries."""
@@ -26,53 +36,95 @@ DICTIONARY_COLUMN: Final = 0
 NO_STEPS: Final = (0, -1)
 NO_TIMES: Final = (0, -1)
 
-Streams = list[tuple[Stream, bytes | memoryview]]
+Encoded = tuple[ChunkMeta, list[bytes | memoryview]]
 
 
 def encode_chunk(
-    table: TableKind, *, rank: int, first_row: int, rows: Rows
-) -> tuple[ChunkMeta, list[bytes | memoryview]]:
-    """The header of a chunk, and the buffers of its data section."""
-    streams: Streams = []
-    strings: dict[str, int] = {}
-    digests: dict[bytes, int] = {}
-    columns = rows.columns
-    named: list[ColumnSpec] = []
+    table: TableKind,
+    *,
+    rank: int,
+    first_row: int,
+    rows: Rows,
+    role: int = 0,
+    shared: SharedStrings | None = None,
+) -> Encoded:
+    """The header of a chunk that needs no other, and the buffers of its data section."""
+    encoder = _Encoder(table, rows, shared)
     for spec in rows.specs:
-        column = columns[spec.name]
-        if spec.column_id >= FIRST_NAMED_COLUMN:
-            spec = replace(spec, column_id=FIRST_NAMED_COLUMN + len(named))
-            named.append(spec)
-        if isinstance(column, DictionaryColumn):
-            _encode_codes(streams, spec, column, strings if spec.type is ColumnType.STRING else digests)
-        elif isinstance(column, ListColumn):
-            _encode_lists(streams, spec, column)
-        elif spec.type is ColumnType.FLOAT64:
-            _encode_floats(streams, spec, column)
+        encoder.add(spec, rows.columns[spec.name])
+    return encoder.finish(rank=rank, first_row=first_row, role=role)
+
+
+def encode_member(
+    table: TableKind,
+    *,
+    rank: int,
+    first_row: int,
+    rows: Rows,
+    role: int,
+    template: Template,
+    shared: SharedStrings | None = None,
+) -> Encoded:
+    """A chunk of a rank that holds only what differs from the role."""
+    encoder = _Encoder(table, rows, shared)
+    for difference in template.differences(rows):
+        spec = difference.spec
+        if difference.same:
+            continue
+        if difference.shift is not None:
+            encoder.add_shift(spec, [difference.shift])
+        elif difference.mapped is not None:
+            encoder.add_map(spec, template, [difference])
         else:
-            _encode_integers(streams, spec, column, columns, COLUMNS[table])
-    if strings:
-        encoded = [text.encode("utf-8") for text in strings]
-        lengths = np.array([len(text) for text in encoded], np.int64)
-        if lengths.sum() > MAX_STREAM_BYTES:
-            raise TraceUsageError(f"strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time")
-        streams.append(encode_integers(lengths, column=DICTIONARY_COLUMN, part=StreamPart.STRING_LENGTHS))
-        streams.append(encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, part=StreamPart.STRING_BYTES))
-    if digests:
-        raw = b"".join(digests)
-        streams.append(encode_bytes(raw, column=DICTIONARY_COLUMN, part=StreamPart.DIGESTS, width=DIGEST_BYTES))
-    used = {stream.column for stream, _ in streams}
-    meta = ChunkMeta(
-        int(table),
-        rank,
-        first_row,
-        rows.num_rows,
-        *step_range(columns),
-        *time_range(columns),
-        tuple(stream for stream, _ in streams),
-        tuple(spec for spec in named if spec.column_id in used),
-    )
-    return meta, [stored for _, stored in streams]
+            column = rows.columns.get(spec.name)
+            full = missing_column(spec, num_rows=rows.num_rows) if column is None else column
+            encoder.add(spec, full, explicit=True, near=template.rows.columns.get(spec.name))
+    return encoder.finish(rank=rank, first_row=first_row, role=role)
+
+
+def encode_members(
+    table: TableKind,
+    *,
+    ranks: Sequence[int],
+    first_row: int,
+    role: int,
+    template: Template,
+    differences: Sequence[Sequence[Difference]],
+) -> Encoded:
+    """One chunk of several ranks (rising) that differ from the role by shifts and maps only."""
+    encoder = _Encoder(table, template.rows)
+    changed: dict[str, tuple[int, int]] = {}
+    for column in zip(*differences, strict=True):
+        spec = column[0].spec
+        if all(item.same for item in column):
+            continue
+        shifts = [item.shift for item in column if item.shift is not None]
+        if len(shifts) == len(column):
+            encoder.add_shift(spec, shifts)
+        else:
+            encoder.add_map(spec, template, column)
+        if spec.name in ("start_ns", "end_ns", "step"):
+            found = [_changed_range(template, item) for item in column]
+            changed[spec.name] = min(low for low, _ in found), max(high for _, high in found)
+    meta, data = encoder.finish(rank=ranks[0], first_row=first_row, role=role)
+    meta = meta._replace(ranges=ranges_of(ranks) if len(ranks) > 1 else ())
+    if "step" in changed:
+        meta = meta._replace(first_step=changed["step"][0], last_step=changed["step"][1])
+    if "start_ns" in changed or "end_ns" in changed:
+        columns = template.rows.columns
+        times = [changed.get(name) or _range([columns.get(name)], ABSENT) for name in ("start_ns", "end_ns")]
+        known = [bounds for bounds in times if bounds is not None]
+        meta = meta._replace(first_ns=min(low for low, _ in known), last_ns=max(high for _, high in known))
+    return meta, data
+
+
+def _changed_range(template: Template, item: Difference) -> tuple[int, int]:
+    if item.mapped is not None:
+        return int(item.mapped.min()), int(item.mapped.max())
+    column: Any = template.column(item.spec)
+    valid = present(item.spec, column)
+    values = wide(item.spec, column if valid is None else column[valid]) + np.int64(item.shift or 0)
+    return int(values.min()), int(values.max())
 
 
 def step_range(columns: Mapping[str, Column]) -> tuple[int, int]:
@@ -86,96 +138,185 @@ def time_range(columns: Mapping[str, Column]) -> tuple[int, int]:
 
 
 def _range(columns: list[Any], absent: int) -> tuple[int, int] | None:
-    present = [column[column != absent] for column in columns if column is not None]
-    present = [column for column in present if len(column)]
-    if not present:
+    found = [column[column != absent] for column in columns if column is not None]
+    found = [column for column in found if len(column)]
+    if not found:
         return None
-    return min(int(column.min()) for column in present), max(int(column.max()) for column in present)
+    return min(int(column.min()) for column in found), max(int(column.max()) for column in found)
 
 
-def _encode_validity(streams: Streams, spec: ColumnSpec, valid: NDArray[np.bool_]) -> bool:
-    """Adds a validity stream where needed; False when no row has a value and the column is left out."""
-    count = int(np.count_nonzero(valid))
-    if count == 0:
-        return False
-    if count < len(valid):
-        bits = np.packbits(valid, bitorder="little").tobytes()
-        streams.append(encode_bytes(bits, column=spec.column_id, part=StreamPart.VALIDITY))
-    return True
-
-
-def _wide(spec: ColumnSpec, column: NDArray[Any]) -> NDArray[np.int64]:
-    if spec.type is ColumnType.UINT64:
-        return np.ascontiguousarray(column).view(np.int64)
-    return column.astype(np.int64, copy=False)
-
-
-def _encode_integers(
-    streams: Streams, spec: ColumnSpec, column: Any, columns: Mapping[str, Column], table: tuple[ColumnSpec, ...]
-) -> None:
-    wide = _wide(spec, column)
-    valid: Any = None
-    if spec.optional:
-        valid = column != (ABSENT32 if spec.type is ColumnType.INT32 else ABSENT)
-        if valid.all():
-            valid = None
-        elif not _encode_validity(streams, spec, valid):
-            return
-        else:
-            wide = wide[valid]
-    elif not wide.any():
-        return
-    if spec.type is ColumnType.UINT64:
-        streams.append(encode_distinct(wide, column=spec.column_id, part=StreamPart.VALUES))
-        return
-    reference, reference_id = None, 0
-    base = columns.get(spec.reference) if spec.reference else None
-    if isinstance(base, np.ndarray):
-        present = base if valid is None else base[valid]
-        if (present != ABSENT).all():
-            reference = present
-            reference_id = next(other.column_id for other in table if other.name == spec.reference)
-    streams.append(
-        encode_integers(
-            wide,
-            column=spec.column_id,
-            part=StreamPart.VALUES,
-            delta=spec.delta,
-            scalable=spec.unit == "ns",
-            reference=reference,
-            reference_column=reference_id,
-        )
+def _uses(rows: Rows, shared: SharedStrings) -> bool:
+    """Whether some string of the rows is among the shared ones."""
+    texts = [rows.columns[spec.name] for spec in rows.specs if spec.type is ColumnType.STRING]
+    return any(
+        value in shared.index for column in texts if isinstance(column, DictionaryColumn) for value in column.values
     )
 
 
-def _encode_floats(streams: Streams, spec: ColumnSpec, column: Any) -> None:
-    values = column.astype(np.float64, copy=False)
-    if spec.optional:
-        valid = ~np.isnan(values)
-        if not _encode_validity(streams, spec, valid):
+class _Encoder:
+    """Collects the streams of one chunk."""
+
+    def __init__(self, table: TableKind, rows: Rows, shared: SharedStrings | None = None) -> None:
+        self._table, self._rows = table, rows
+        self._shared = shared if shared is not None and _uses(rows, shared) else None
+        self._streams: list[tuple[Stream, bytes | memoryview]] = []
+        self._strings: dict[str, int] = {}
+        self._digests: dict[bytes, int] = {}
+        self._named: list[ColumnSpec] = []
+
+    def _numbered(self, spec: ColumnSpec) -> ColumnSpec:
+        """The column with its id in this chunk."""
+        if spec.column_id < FIRST_NAMED_COLUMN:
+            return spec
+        self._named.append(replace(spec, column_id=FIRST_NAMED_COLUMN + len(self._named)))
+        return self._named[-1]
+
+    def add(self, spec: ColumnSpec, column: Column, *, explicit: bool = False, near: Column | None = None) -> None:
+        """Adds a column. `explicit`: also one without values; `near`: the role's column, of equal type."""
+        spec = self._numbered(spec)
+        if isinstance(column, DictionaryColumn):
+            self._add_codes(spec, column, explicit=explicit)
+        elif isinstance(column, ListColumn):
+            self._add_lists(spec, column, explicit=explicit)
+        elif spec.type is ColumnType.FLOAT64:
+            self._add_floats(spec, column, explicit=explicit)
+        else:
+            self._add_integers(spec, column, explicit=explicit, near=near)
+
+    def add_shift(self, spec: ColumnSpec, shifts: Sequence[int]) -> None:
+        """Adds what each rank's values are above the role's."""
+        column = self._numbered(spec).column_id
+        self._streams.append(encode_integers(np.array(shifts, np.int64), column=column, part=StreamPart.SHIFT))
+
+    def add_map(self, spec: ColumnSpec, template: Template, differences: Sequence[Difference]) -> None:
+        """Adds what stands in place of the role's values for each rank; values that stay are left out."""
+        distinct = template.distinct(spec)
+        mapped = [item.mapped for item in differences if item.mapped is not None]
+        assert distinct is not None
+        assert len(mapped) == len(differences)
+        table = np.stack([distinct[0], *mapped], axis=1)
+        table = table[(table[:, 1:] != table[:, :1]).any(axis=1)]
+        values = np.concatenate([table[:, 0], table[:, 1:].reshape(-1)])
+        column = self._numbered(spec).column_id
+        self._streams.append(encode_distinct(values, column=column, part=StreamPart.MAP))
+
+    def finish(self, *, rank: int, first_row: int, role: int) -> Encoded:
+        """Header and data of the chunk."""
+        if self._strings:
+            encoded = [text.encode("utf-8") for text in self._strings]
+            lengths = np.array([len(text) for text in encoded], np.int64)
+            if lengths.sum() > MAX_STREAM_BYTES:
+                raise TraceUsageError(f"strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time")
+            self._streams += [
+                encode_integers(lengths, column=DICTIONARY_COLUMN, part=StreamPart.STRING_LENGTHS),
+                encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, part=StreamPart.STRING_BYTES),
+            ]
+        if self._digests:
+            raw = b"".join(self._digests)
+            stream = encode_bytes(raw, column=DICTIONARY_COLUMN, part=StreamPart.DIGESTS, width=DIGEST_BYTES)
+            self._streams.append(stream)
+        used = {stream.column for stream, _ in self._streams}
+        meta = ChunkMeta(
+            int(self._table),
+            rank,
+            first_row,
+            self._rows.num_rows,
+            *step_range(self._rows.columns),
+            *time_range(self._rows.columns),
+            tuple(stream for stream, _ in self._streams),
+            tuple(spec for spec in self._named if spec.column_id in used),
+            role,
+            strings=self._shared.digest if self._shared else b"",
+        )
+        return meta, [stored for _, stored in self._streams]
+
+    def _add_validity(self, spec: ColumnSpec, valid: NDArray[np.bool_], *, explicit: bool) -> bool:
+        """Adds a validity stream where needed; False when no row has a value and the column is left out."""
+        count = int(np.count_nonzero(valid))
+        if count == 0 and not explicit:
+            return False
+        if count < len(valid):
+            bits = np.packbits(valid, bitorder="little").tobytes()
+            self._streams.append(encode_bytes(bits, column=spec.column_id, part=StreamPart.VALIDITY))
+        return True
+
+    def _add_integers(self, spec: ColumnSpec, column: Any, *, explicit: bool, near: Any) -> None:
+        values = wide(spec, column)
+        valid = present(spec, column)
+        before = len(self._streams)
+        if valid is not None:
+            if not self._add_validity(spec, valid, explicit=explicit):
+                return
+            values = values[valid]
+        elif not spec.optional and not values.any() and not explicit:
             return
-        values = values[valid]
-    streams.append(encode_floats(np.ascontiguousarray(values), column=spec.column_id, part=StreamPart.VALUES))
+        if spec.type is ColumnType.UINT64:
+            self._streams.append(encode_distinct(values, column=spec.column_id, part=StreamPart.VALUES))
+        else:
+            reference, reference_id = self._reference(spec, valid)
+            self._streams.append(
+                encode_integers(
+                    values,
+                    column=spec.column_id,
+                    part=StreamPart.VALUES,
+                    delta=spec.delta,
+                    scalable=spec.unit == "ns",
+                    reference=reference,
+                    reference_column=reference_id,
+                )
+            )
+        if near is not None and near.dtype == column.dtype:
+            self._replace_by_difference(spec, values, near, valid, before)
 
+    def _reference(self, spec: ColumnSpec, valid: NDArray[np.bool_] | None) -> tuple[NDArray[np.int64] | None, int]:
+        base = self._rows.columns.get(spec.reference) if spec.reference else None
+        if isinstance(base, np.ndarray):
+            there = base if valid is None else base[valid]
+            if (there != ABSENT).all():
+                return there, next(other.column_id for other in COLUMNS[self._table] if other.name == spec.reference)
+        return None, 0
 
-def _encode_codes(
-    streams: Streams, spec: ColumnSpec, column: DictionaryColumn[Any], dictionary: dict[Any, int]
-) -> None:
-    valid = column.codes >= 0
-    if not _encode_validity(streams, spec, valid):
-        return
-    codes = column.codes[valid]
-    remap = np.zeros(len(column.values), np.int64)
-    remap[codes] = 1
-    for code in np.flatnonzero(remap).tolist():
-        remap[code] = dictionary.setdefault(column.values[code], len(dictionary))
-    streams.append(encode_integers(remap[codes], column=spec.column_id, part=StreamPart.VALUES))
+    def _replace_by_difference(
+        self, spec: ColumnSpec, values: NDArray[np.int64], near: Any, valid: NDArray[np.bool_] | None, before: int
+    ) -> None:
+        """Replaces the streams from `before` on by the difference to the role, where that is smaller."""
+        known = present(spec, near)
+        if spec.type not in INTEGERS or not same_rows(valid, known):
+            return
+        near = wide(spec, near if known is None else near[known])
+        short = encode_differences(values, near, column=spec.column_id, part=StreamPart.VALUES)
+        if short[0].stored_length < sum(stream.stored_length for stream, _ in self._streams[before:]):
+            self._streams[before:] = [short]
 
+    def _add_floats(self, spec: ColumnSpec, column: Any, *, explicit: bool) -> None:
+        values = column.astype(np.float64, copy=False)
+        if spec.optional:
+            valid = ~np.isnan(values)
+            if not self._add_validity(spec, valid, explicit=explicit):
+                return
+            values = values[valid]
+        self._streams.append(encode_floats(values, column=spec.column_id, part=StreamPart.VALUES))
 
-def _encode_lists(streams: Streams, spec: ColumnSpec, column: ListColumn) -> None:
-    if not _encode_validity(streams, spec, column.valid):
-        return
-    lengths = np.diff(column.offsets)[column.valid]
-    values = column.values[int(column.offsets[0]) : int(column.offsets[-1])]
-    streams.append(encode_integers(lengths, column=spec.column_id, part=StreamPart.LENGTHS))
-    streams.append(encode_integers(values, column=spec.column_id, part=StreamPart.VALUES))
+    def _add_codes(self, spec: ColumnSpec, column: DictionaryColumn[Any], *, explicit: bool) -> None:
+        is_text = spec.type is ColumnType.STRING
+        dictionary: dict[Any, int] = self._strings if is_text else self._digests
+        shared: dict[Any, int] = self._shared.index if is_text and self._shared else {}
+        valid = column.codes >= 0
+        if not self._add_validity(spec, valid, explicit=explicit):
+            return
+        codes = column.codes[valid]
+        remap = np.zeros(len(column.values), np.int64)
+        remap[codes] = 1
+        for code in np.flatnonzero(remap).tolist():
+            value = column.values[code]
+            place = shared.get(value)
+            remap[code] = len(shared) + dictionary.setdefault(value, len(dictionary)) if place is None else place
+        self._streams.append(encode_integers(remap[codes], column=spec.column_id, part=StreamPart.VALUES))
+
+    def _add_lists(self, spec: ColumnSpec, column: ListColumn, *, explicit: bool) -> None:
+        if not self._add_validity(spec, column.valid, explicit=explicit):
+            return
+        lengths = np.diff(column.offsets)[column.valid]
+        values = column.values[int(column.offsets[0]) : int(column.offsets[-1])]
+        self._streams.append(encode_integers(lengths, column=spec.column_id, part=StreamPart.LENGTHS))
+        self._streams.append(encode_integers(values, column=spec.column_id, part=StreamPart.VALUES))

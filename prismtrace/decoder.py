@@ -6,7 +6,7 @@ Does not read files: the caller supplies the bytes of the data section.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +17,37 @@ from prismtrace.columns import DIGEST_BYTES, MAX_LIST_VALUES
 from prismtrace.encoding import Stream, check_stream, decode_floats, decode_integers, stream_bytes
 from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
-from prismtrace.model import ABSENT, ABSENT32, COLUMNS, ColumnSpec, ColumnType, TableKind
+from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
+from prismtrace.roles import INTEGERS
 from prismtrace.tables import Column, DictionaryColumn, ListColumn
+
+_NOTHING: Final[frozenset[int]] = frozenset()
+_ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
+_KNOWN_PARTS: Final = _ROLE_PARTS | {StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS}
 
 
 class ChunkDecoder:
-    """Decodes chosen columns of one chunk. `fetch(start, length)` returns bytes of its data section."""
+    """Decodes chosen columns of one chunk. `fetch(start, length)` returns bytes of its data section.
+
+    `template` decodes the chunk of the role with the same rows, for a chunk of ranks that have one; `place` is the
+    rank that is read, as its position among the `num_ranks` ranks of the chunk; `shared` gives the shared strings.
+    """
 
     def __init__(
-        self, meta: ChunkMeta, *, fetch: Callable[[int, int], memoryview], path: str, data_offset: int
+        self,
+        meta: ChunkMeta,
+        *,
+        fetch: Callable[[int, int], memoryview],
+        path: str,
+        data_offset: int,
+        template: ChunkDecoder | None = None,
+        place: int = 0,
+        num_ranks: int = 1,
+        shared: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
+        self.named = {spec.name: spec for spec in meta.named}
         self._meta, self._fetch, self._path, self._data_offset = meta, fetch, path, data_offset
+        self._template, self._place, self._num_ranks, self._shared = template, place, num_ranks, shared
         self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._valid: dict[int, NDArray[np.bool_] | None] = {}
@@ -41,32 +61,29 @@ class ChunkDecoder:
             self._streams[key] = (stream, position)
             position += stream.stored_length
         self.data_length = position
+        self._parts: dict[int, frozenset[int]] = {}
+        for column, part in self._streams:
+            self._parts[column] = self._parts.get(column, frozenset()) | {part}
 
     def _error(self, message: str, position: int = 0) -> TraceDataError:
         return TraceDataError(message, path=self._path, offset=self._data_offset + position)
 
-    def span(self, specs: Collection[ColumnSpec]) -> tuple[int, int]:
-        """First and last byte (exclusive) of the data section that the columns and dictionaries need."""
-        wanted = {spec.column_id for spec in specs}
-        if any(spec.type in (ColumnType.STRING, ColumnType.DIGEST) for spec in specs):
-            wanted.add(DICTIONARY_COLUMN)
-        wanted |= {stream.reference for stream in self._meta.streams if stream.column in wanted and stream.reference}
-        spans = [
-            (position, position + stream.stored_length)
-            for stream, position in self._streams.values()
-            if stream.column in wanted
-        ]
-        return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (0, 0)
-
-    def decode(self, specs: Collection[ColumnSpec]) -> dict[str, Column]:
-        """The columns of `specs` that the chunk holds."""
+    def decode(self, specs: Collection[ColumnSpec], named: frozenset[str] | None) -> dict[str, Column]:
+        """The columns of `specs` that the chunk or its role holds, and those of the named ones (None = all)."""
+        every = {**(self._template.named if self._template else {}), **self.named}
+        wanted = [*specs, *(spec for name, spec in every.items() if named is None or name in named)]
         with reading("chunk", path=self._path, offset=self._data_offset):
             result: dict[str, Column] = {}
-            for spec in specs:
+            for spec in wanted:
                 column = self._column(spec)
                 if column is not None:
                     result[spec.name] = column
             return result
+
+    def named_specs(self, columns: Collection[str]) -> tuple[ColumnSpec, ...]:
+        """The named columns among decoded ones."""
+        every = {**(self._template.named if self._template else {}), **self.named}
+        return tuple(spec for name, spec in every.items() if name in columns)
 
     def _raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
         found = self._streams.get((column, part))
@@ -78,7 +95,31 @@ class ChunkDecoder:
         stored = self._fetch(position, stream.stored_length)
         return stream, stream_bytes(stream, stored, path=self._path, offset=offset), offset
 
+    def _own(self, spec: ColumnSpec) -> frozenset[int]:
+        """The parts that the chunk itself has of a column; empty for a column that only the role has."""
+        if spec.column_id >= FIRST_NAMED_COLUMN and spec.name not in self.named:
+            return _NOTHING
+        return self._parts.get(spec.column_id, _NOTHING)
+
+    def _of_role(self, spec: ColumnSpec) -> tuple[ChunkDecoder, ColumnSpec] | None:
+        """The role's decoder and description of a column; None when it has no such column."""
+        if self._template is None:
+            return None
+        other = self._template.named.get(spec.name) if spec.column_id >= FIRST_NAMED_COLUMN else spec
+        if other is None or not self._template._own(other):
+            return None
+        if other.type is not spec.type:
+            raise self._error(f"column {spec.name} is {spec.type.name} here and {other.type.name} in its role")
+        return self._template, other
+
+    def _differs(self, spec: ColumnSpec) -> bool:
+        """Whether the values depend on the role's: there are none here, or a map, a shift or differences."""
+        found = self._streams.get((spec.column_id, StreamPart.VALUES)) if self._own(spec) else None
+        return found is None or found[0].encoding == Encoding.ROLE_DIFFERENCE
+
     def _validity(self, spec: ColumnSpec) -> NDArray[np.bool_] | None:
+        if self._differs(spec) and (role := self._of_role(spec)):
+            return role[0]._validity(role[1])
         if spec.column_id in self._valid:
             return self._valid[spec.column_id]
         found = self._raw(spec.column_id, StreamPart.VALIDITY)
@@ -96,21 +137,11 @@ class ChunkDecoder:
         return valid
 
     def _column(self, spec: ColumnSpec) -> Column | None:
-        known = (StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS)
-        parts = [part for column, part in self._streams if column == spec.column_id]
+        parts = self._own(spec)
         if not parts:
-            return None
-        for part in parts:
-            if part not in known:
-                raise TraceVersionError(
-                    f"unknown stream part {part} in column {spec.name}", path=self._path, offset=self._data_offset
-                )
-        if StreamPart.VALUES not in parts:
-            raise self._error(f"column {spec.name} has no values")
-        if (StreamPart.LENGTHS in parts) != (spec.type is ColumnType.LIST_INT64):
-            raise self._error(f"column {spec.name}: lengths do not fit its type")
-        if not spec.optional and StreamPart.VALIDITY in parts:
-            raise self._error(f"column {spec.name} must have a value in every row")
+            role = self._of_role(spec)
+            return role[0]._column(role[1]) if role else None
+        self._check(spec, parts)
         if spec.type is ColumnType.LIST_INT64:
             return self._lists(spec)
         if spec.type is ColumnType.FLOAT64:
@@ -120,28 +151,89 @@ class ChunkDecoder:
             return self._dictionary(spec, values)
         return self._typed(spec, values)
 
+    def _check(self, spec: ColumnSpec, parts: frozenset[int]) -> None:
+        """Refuses streams that do not go together, or not with the column."""
+        if not parts <= _KNOWN_PARTS:
+            message = f"unknown stream part {max(parts - _KNOWN_PARTS)} in column {spec.name}"
+            raise TraceVersionError(message, path=self._path, offset=self._data_offset)
+        if parts & _ROLE_PARTS or self._differs(spec):
+            self._check_role_parts(spec, parts)
+        elif (StreamPart.LENGTHS in parts) != (spec.type is ColumnType.LIST_INT64):
+            raise self._error(f"column {spec.name}: lengths do not fit its type")
+        if not spec.optional and StreamPart.VALIDITY in parts:
+            raise self._error(f"column {spec.name} must have a value in every row")
+
+    def _check_role_parts(self, spec: ColumnSpec, parts: frozenset[int]) -> None:
+        """Refuses maps, shifts and differences without a role's column to apply them to, or beside each other."""
+        if not parts & (_ROLE_PARTS | {StreamPart.VALUES}):
+            raise self._error(f"column {spec.name} has no values")
+        if len(parts) != 1 or spec.type not in INTEGERS:
+            raise self._error(f"column {spec.name}: streams that do not go together")
+        if self._of_role(spec) is None:
+            raise self._error(f"column {spec.name} refers to a role that does not have it")
+
     def _count(self, spec: ColumnSpec) -> int:
         valid = self._validity(spec)
         return self._meta.num_rows if valid is None else int(np.count_nonzero(valid))
 
     def _integer_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
+        """The values of the rows that have one, those of the role included."""
+        parts = self._own(spec)
+        if not parts:
+            role = self._of_role(spec)
+            assert role is not None
+            return role[0]._integer_values(role[1])
         if spec.column_id in self._integers:
             return self._integers[spec.column_id]
+        values = self._of_ranks(spec) if parts & _ROLE_PARTS else self._stored_values(spec)
+        self._integers[spec.column_id] = values
+        return values
+
+    def _stored_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
         found = self._raw(spec.column_id, StreamPart.VALUES)
         assert found is not None
         stream, raw, offset = found
         if stream.num_values != self._count(spec):
             raise self._error(f"column {spec.name}: {stream.num_values} values for {self._count(spec)} rows")
-        reference = self._reference(spec, stream) if stream.encoding == Encoding.DIFFERENCE else None
-        values = decode_integers(stream, raw, path=self._path, offset=offset, reference=reference)
-        self._integers[spec.column_id] = values
-        return values
+        reference = None
+        if stream.encoding == Encoding.DIFFERENCE:
+            reference = self._reference(spec, stream)
+        elif stream.encoding == Encoding.ROLE_DIFFERENCE and (role := self._of_role(spec)):
+            reference = role[0]._integer_values(role[1])
+        return decode_integers(stream, raw, path=self._path, offset=offset, reference=reference)
+
+    def _of_ranks(self, spec: ColumnSpec) -> NDArray[np.int64]:
+        """The role's values, shifted or mapped for this rank."""
+        role = self._of_role(spec)
+        assert role is not None
+        values = role[0]._integer_values(role[1])
+        part = StreamPart.SHIFT if (spec.column_id, StreamPart.SHIFT) in self._streams else StreamPart.MAP
+        found = self._raw(spec.column_id, part)
+        assert found is not None
+        stream, raw, offset = found
+        size = 1 if part == StreamPart.SHIFT else 1 + self._num_ranks
+        num, rest = divmod(stream.num_values, self._num_ranks if part == StreamPart.SHIFT else size)
+        if rest or (part == StreamPart.SHIFT and num != 1):
+            raise self._error(f"column {spec.name}: {stream.num_values} values for {self._num_ranks} ranks")
+        table = decode_integers(stream, raw, path=self._path, offset=offset)
+        if part == StreamPart.SHIFT:
+            return values + np.int64(table[self._place])
+        before, after = table[:num], table[num:].reshape(num, self._num_ranks)[:, self._place]
+        order = np.argsort(before)
+        before, after = before[order], after[order]
+        if num == 0 or (before[1:] == before[:-1]).any():
+            raise self._error(f"column {spec.name}: a map that is empty or has a value twice")
+        place = np.searchsorted(before, values).clip(0, num - 1)
+        mapped: NDArray[np.int64] = np.where(before[place] == values, after[place], values)
+        return mapped
 
     def _reference(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64] | None:
         other = next((o for o in COLUMNS[TableKind(self._meta.table)] if o.column_id == stream.reference), None)
         if other is None or other.column_id >= spec.column_id or other.type is not ColumnType.INT64:
             raise self._error(f"column {spec.name} refers to column {stream.reference}")
-        if (other.column_id, StreamPart.VALUES) not in self._streams:
+        if parts := self._own(other):
+            self._check(other, parts)
+        elif self._of_role(other) is None:
             return None
         values, rows, wanted = self._integer_values(other), self._validity(other), self._validity(spec)
         if rows is None:
@@ -196,14 +288,18 @@ class ChunkDecoder:
         if self._strings is None:
             lengths = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_LENGTHS)
             data = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_BYTES)
+            if lengths is None and data is None:
+                self._strings = self._shared()
+                return self._strings
             if lengths is None or data is None:
-                return ()
+                raise self._error("a string dictionary without lengths or without bytes")
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
             ends = _ends(sizes, len(data[1]))
             if ends is None:
                 raise self._error("string lengths do not add up")
             raw = data[1]
-            self._strings = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
+            own = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
+            self._strings = (*self._shared(), *own)
         return self._strings
 
     def _digest_table(self) -> tuple[bytes, ...]:

@@ -198,6 +198,17 @@ def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> tup
     return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
 
 
+def encode_differences(
+    values: NDArray[np.int64], near: NDArray[np.int64], *, column: int, part: int
+) -> tuple[Stream, bytes | memoryview]:
+    """Encodes int64 values as differences to those of the role in the same rows."""
+    difference = values - near
+    scale = next((s for s in _SCALES if not (difference % s).any()), 1)
+    coded = _zigzag(difference // scale if scale != 1 else difference)
+    width = _width_of(int(coded.max())) if len(coded) else 1
+    return _stream(_shuffled(coded, width), column, part, Encoding.ROLE_DIFFERENCE, width, len(coded), scale=scale)
+
+
 _HASH_BITS: Final = 12
 _HASH_FACTORS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
 
@@ -263,7 +274,7 @@ def _expected_length(stream: Stream) -> int:
 
 def check_stream(stream: Stream, *, path: str, offset: int) -> None:
     """Refuses a descriptor whose sizes do not fit each other, before anything is allocated."""
-    if not 1 <= stream.encoding <= Encoding.SHUFFLED:
+    if not 1 <= stream.encoding <= Encoding.ROLE_DIFFERENCE:
         raise TraceVersionError(
             f"unknown encoding {stream.encoding}: a later library reads it", path=path, offset=offset
         )
@@ -311,7 +322,7 @@ def decode_integers(
         values = _unzigzag(_unshuffled(raw, width, count))
         np.cumsum(values, out=values)
         values += np.int64(stream.base)
-    elif stream.encoding == Encoding.DIFFERENCE:
+    elif stream.encoding in (Encoding.DIFFERENCE, Encoding.ROLE_DIFFERENCE):
         if reference is None or len(reference) != count:
             raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
         values = _unzigzag(_unshuffled(raw, width, count))

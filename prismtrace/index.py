@@ -128,9 +128,20 @@ class Index:
         return tuple(sorted({rank for table, rank, _ in self._tables if table in known and rank != ROLE_RANK}))
 
     @cached_property
-    def roles(self) -> tuple[int, ...]:
-        """Roles that have chunks of their own, sorted."""
-        return tuple(sorted({role for _, rank, role in self._tables if rank == ROLE_RANK}))
+    def roles(self) -> dict[int, tuple[int, ...]]:
+        """Role -> the ranks whose units refer to it, for roles that have chunks of their own."""
+        found: dict[int, list[int]] = {role: [] for role in sorted({r for _, k, r in self._tables if k == ROLE_RANK})}
+        for rank in self.ranks:
+            role = self.role_of(rank)
+            if role in found:
+                found[role].append(rank)
+        return {role: tuple(ranks) for role, ranks in found.items()}
+
+    def role_of(self, rank: int) -> int | None:
+        """The role that the units of a rank refer to; None without."""
+        roles = self.entries(TableKind.UNITS, rank)["role"]
+        roles = roles[roles != 0]
+        return int(roles[0]) if len(roles) else None
 
     @cached_property
     def rank_set(self) -> frozenset[int]:

@@ -25,8 +25,8 @@ MAX_PAYLOAD_TEXT_BYTES: Final = 4096
 def to_json(source: TraceReader | TraceInput, *, payload_text_bytes: int = MAX_PAYLOAD_TEXT_BYTES) -> dict[str, Any]:
     """The trace as JSON-compatible values.
 
-    64-bit integers are strings (a JSON number cannot carry them), absent values are null, columns that no row has are
-    left out, floats that JSON lacks are the strings "nan", "inf" and "-inf".
+    64-bit integers are strings (a JSON number cannot carry them), absent values are null, columns that no row has, or
+    that are 0 in every row and cannot be absent, are left out, floats that JSON lacks are "nan", "inf" and "-inf".
 
     Args:
         source: an open trace, or what TraceReader takes.
@@ -84,10 +84,16 @@ def _table(kind: TableKind, table: Table) -> dict[str, Any]:
     present = table.columns()
     specs = [*COLUMNS[kind], *(table.named_specs[name] for name in sorted(table.named_specs))]
     columns = {spec.name: _column(spec, present[spec.name]) for spec in specs if spec.name in present}
-    columns = {name: values for name, values in columns.items() if any(value is not None for value in values)}
+    defaults = {spec.name: _default(spec) for spec in specs}
+    columns = {name: values for name, values in columns.items() if any(v != defaults[name] for v in values)}
     result: dict[str, Any] = {"num_rows": len(table), "first_index": str(table.first_index), "columns": columns}
     types = {name: spec.type.name for name, spec in sorted(table.named_specs.items()) if name in columns}
     return result | {"types": types} if types else result
+
+
+def _default(spec: ColumnSpec) -> Any:
+    """What a row says where nothing was written; a column that says only this is left out."""
+    return None if spec.optional else _column(spec, np.array([spec.default], spec.type.dtype))[0]
 
 
 def _column(spec: ColumnSpec, column: Any) -> list[Any]:

@@ -19,9 +19,10 @@ from prismtrace.container import RecordKind
 from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import FORMAT_VERSION, ROLE_RANK, GraphKind, ProcessGroup
+from prismtrace.recordfile import RecordFile
 from prismtrace.rewriting import atomic_output
 from prismtrace.source import PathSource, Source
-from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
+from prismtrace.writer import WRITER_NAME, append_footer
 
 _COPY_BYTES: Final = 1 << 23
 
@@ -109,12 +110,14 @@ def write_merged(
     overwrite: bool,
 ) -> None:
     """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
-    with atomic_output(target, overwrite=overwrite) as temporary:
-        file = RecordFile(temporary, overwrite=True)
-        try:
-            _write(file, header, inputs, groups, pairs)
-        finally:
-            file.close()
+    if os.path.lexists(target) and not overwrite:
+        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+    file = RecordFile(target, overwrite=overwrite, atomic=True)
+    try:
+        _write(file, header, inputs, groups, pairs)
+        file.publish()
+    finally:
+        file.close()
 
 
 def _survey(

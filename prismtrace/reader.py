@@ -6,32 +6,25 @@ Does not interpret the rows, and does not repair a broken file.
 from __future__ import annotations
 
 import re
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace import container, metas
-from prismtrace._generated.schema import Compression
+from prismtrace import metas
 from prismtrace.assemble import Part, concatenate
-from prismtrace.container import RecordKind
-from prismtrace.decoder import ChunkDecoder
-from prismtrace.encoding import decompress
-from prismtrace.entries import chunk_entry
+from prismtrace.chunkreader import ChunkReader
 from prismtrace.errors import (
-    TraceChecksumError,
-    TraceDataError,
     TraceFormatError,
     TraceLimitError,
     TraceUsageError,
     TraceVersionError,
-    reading,
 )
 from prismtrace.index import Index, index_of_footer, scan
-from prismtrace.model import ABSENT32, COLUMNS, ColumnSpec, GraphKind, ProcessGroup, TableKind
+from prismtrace.model import ABSENT32, COLUMNS, ROLE_RANK, ColumnSpec, GraphKind, ProcessGroup, TableKind
+from prismtrace.payloads import PayloadReader
 from prismtrace.source import TraceInput, open_source
 from prismtrace.tables import (
     Column,
@@ -79,6 +72,8 @@ class TraceReader:
         except BaseException:
             self._source.close()
             raise
+        self._payloads = PayloadReader(self._source, self._index, max_bytes=max_result_bytes)
+        self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read)
 
     def _open(self, *, allow_unfinished: bool) -> Index:
         try:
@@ -201,21 +196,47 @@ class TraceReader:
         return self._table(TrackTable, rank, None, columns)
 
     def iter_units(
-        self, rank: int, *, steps: range | int | None = None, columns: Collection[str] | None = None
+        self,
+        rank: int,
+        *,
+        steps: range | int | None = None,
+        columns: Collection[str] | None = None,
+        max_rows: int | None = None,
     ) -> Iterator[UnitTable]:
-        """The units of a rank chunk by chunk, in bounded memory."""
+        """The units of a rank in order, in bounded memory: chunk by chunk, or at most `max_rows` at a time."""
+        if max_rows is not None and max_rows < 1:
+            raise TraceUsageError(f"max_rows must be at least 1, not {max_rows}")
         specs, wanted = _specs(TableKind.UNITS, columns), _step_range(steps)
         for part in self._parts(TableKind.UNITS, rank, specs, wanted, _selected(columns)):
-            yield concatenate(UnitTable, rank, specs, [part], selected=_selected(columns), path=self.path)
+            for start in range(0, len(part.row_index), max_rows or metas.MAX_CHUNK_ROWS):
+                piece = part if max_rows is None else part.take(slice(start, start + max_rows))
+                yield concatenate(UnitTable, rank, specs, [piece], selected=_selected(columns), path=self.path)
 
-    def _table(self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None) -> T:
-        if rank not in self._index.rank_set:
+    @property
+    def roles(self) -> Mapping[int, tuple[int, ...]]:
+        """Role -> the ranks that have it, for all roles of which the file has rows; from the index alone."""
+        return MappingProxyType(self._index.roles)
+
+    def role_of(self, rank: int) -> int | None:
+        """The role that the units of a rank refer to (those of its first chunk that refers to one); None without."""
+        return self._index.role_of(rank)
+
+    def role_units(self, role: int, *, columns: Collection[str] | None = None) -> UnitTable:
+        """The units of a role itself, which its ranks differ from; `rank` of the table is -1."""
+        if role not in self.roles:
+            raise TraceUsageError(f"{self.path}: no role {role}; it has: {_short(tuple(self.roles))}")
+        return self._table(UnitTable, ROLE_RANK, None, columns, role=role)
+
+    def _table(
+        self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None, *, role: int = 0
+    ) -> T:
+        if not role and rank not in self._index.rank_set:
             raise TraceUsageError(f"{self.path}: rank {rank} has no data; ranks with data: {_short(self.ranks)}")
         specs, wanted = _specs(kind.table, columns), _step_range(steps)
         parts, size = [], 0
-        entries = self._chunks(kind.table, rank, wanted)
+        entries = self._chunks(kind.table, rank, wanted, role)
         self._check_size(int(entries["num_rows"].sum(dtype=np.int64)) * 8 * max(1, len(specs)), rank)
-        for part in self._parts(kind.table, rank, specs, wanted, _selected(columns)):
+        for part in self._parts(kind.table, rank, specs, wanted, _selected(columns), role=role):
             size += sum(_nbytes(column) for column in part.columns.values())
             self._check_size(size, rank)
             parts.append(part)
@@ -229,8 +250,8 @@ class TraceReader:
             )
             raise TraceLimitError(message, path=self.path)
 
-    def _chunks(self, table: TableKind, rank: int, wanted: range | None) -> NDArray[Any]:
-        entries = self._index.entries(table, rank)
+    def _chunks(self, table: TableKind, rank: int, wanted: range | None, role: int) -> NDArray[Any]:
+        entries = self._index.entries(table, rank, role=role)
         if wanted is not None:
             entries = entries[(entries["first_step"] < wanted.stop) & (entries["last_step"] >= wanted.start)]
         return entries
@@ -242,11 +263,13 @@ class TraceReader:
         specs: list[ColumnSpec],
         wanted: range | None,
         selected: frozenset[str] | None,
+        *,
+        role: int = 0,
     ) -> Iterator[Part]:
         step_spec = COLUMNS[table][2] if table is TableKind.UNITS else COLUMNS[table][0]
         decoded = specs if wanted is None or step_spec in specs else [*specs, step_spec]
-        for entry in self._chunks(table, rank, wanted):
-            columns, named = self._chunk(entry, decoded, selected)
+        for entry in self._chunks(table, rank, wanted, role):
+            columns, named = self._chunk_reader.columns(entry, rank, decoded, selected)
             first, count = int(entry["first_row"]), int(entry["num_rows"])
             rows = np.arange(first, first + count, dtype=np.int64)
             if wanted is not None:
@@ -254,49 +277,12 @@ class TraceReader:
                 if not isinstance(step, np.ndarray):
                     step = np.full(count, ABSENT32, np.int32)
                 mask = (step >= wanted.start) & (step < wanted.stop) & (step != ABSENT32)
-                if not mask.all():
-                    columns = {name: _take(column, mask) for name, column in columns.items()}
-                    rows = rows[mask]
                 if step_spec not in specs:
                     columns.pop("step", None)
-            yield Part(columns, rows, named)
-
-    def _chunk(
-        self, entry: Any, specs: list[ColumnSpec], selected: frozenset[str] | None
-    ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
-        offset, length = int(entry["offset"]), int(entry["length"])
-        whole = len(specs) > 6 or length < 1 << 16
-        raw = self._source.read_at(offset, length if whole else min(length, 1 << 13))
-        frame = container.parse_frame(raw, path=self.path, offset=offset)
-        expected = (RecordKind.CHUNK, length, int(entry["meta_crc"]), int(entry["data_crc"]))
-        if (frame.kind, frame.length, frame.meta_crc, frame.data_crc) != expected:
-            raise TraceDataError("the chunk is not the one in the index", path=self.path, offset=offset)
-        if len(raw) < frame.data_start:
-            raw = self._source.read_at(offset, frame.data_start)
-        meta_raw = bytes(raw[container.FRAME_BYTES : container.FRAME_BYTES + frame.meta_length])
-        if zlib.crc32(meta_raw) != frame.meta_crc:
-            raise TraceChecksumError("checksum of a chunk header", path=self.path, offset=offset)
-        meta = metas.parse_chunk(meta_raw, path=self.path, offset=offset)
-        if chunk_entry(meta, frame, offset, first_range=int(entry["first_range"])) != entry.item():
-            raise TraceDataError("the chunk is not what the index says", path=self.path, offset=offset)
-        data_offset = offset + frame.data_start
-        named = tuple(spec for spec in meta.named if selected is None or spec.name in selected)
-        wanted = [*specs, *named]
-
-        def fetch(start: int, size: int) -> memoryview:
-            if start < base or start + size > base + len(data):
-                raise TraceFormatError("streams reach past the chunk", path=self.path, offset=data_offset + start)
-            return data[start - base : start - base + size]
-
-        decoder = ChunkDecoder(meta, fetch=fetch, path=self.path, data_offset=data_offset)
-        if decoder.data_length != frame.data_length:
-            raise TraceDataError("streams and chunk differ in length", path=self.path, offset=offset)
-        if whole:
-            base, data = 0, raw[frame.data_start : frame.data_start + frame.data_length]
-        else:
-            base, end = decoder.span(wanted)
-            data = self._source.read_at(data_offset + base, end - base)
-        return decoder.decode(wanted), named
+                part = Part(columns, rows, named)
+                yield part if mask.all() else part.take(mask)
+            else:
+                yield Part(columns, rows, named)
 
     @property
     def attachments(self) -> Mapping[str, bytes]:
@@ -321,20 +307,11 @@ class TraceReader:
 
     def payload_bytes(self, digest: bytes) -> int:
         """Decoded size of a payload, from the index alone."""
-        return int(self._payload_entry(digest)["raw_length"])
+        return int(self._payloads.entry(digest)["raw_length"])
 
     def payload(self, digest: bytes) -> bytes:
         """The bytes of a payload."""
-        entry = self._payload_entry(digest)
-        offset, raw_length = int(entry["data_offset"]), int(entry["raw_length"])
-        compression = int(entry["compression"])
-        if compression != Compression.NONE and raw_length > self._max_result_bytes:
-            raise TraceLimitError(f"payload of {raw_length} bytes", path=self.path, offset=offset)
-        stored = self._source.read_at(offset, int(entry["stored_length"]))
-        if zlib.crc32(stored) != int(entry["data_crc"]):
-            raise TraceChecksumError("checksum of a payload", path=self.path, offset=offset)
-        with reading("payload", path=self.path, offset=offset):
-            return decompress(stored, compression=compression, raw_length=raw_length, path=self.path, offset=offset)
+        return self._payloads.read(digest)
 
     def read_payload_into(self, digest: bytes, buffer: Any, *, verify: bool = True) -> int:
         """Reads a payload into the start of a writable buffer and returns its size.
@@ -342,25 +319,7 @@ class TraceReader:
         Payloads that are stored uncompressed are read straight into the buffer; `verify=False` then skips the
         checksum.
         """
-        view = as_bytes(buffer)
-        entry = self._payload_entry(digest)
-        offset, raw_length = int(entry["data_offset"]), int(entry["raw_length"])
-        if view.readonly or len(view) < raw_length:
-            raise TraceUsageError(f"a writable buffer of at least {raw_length} bytes is needed")
-        target = view[:raw_length]
-        if int(entry["compression"]) != Compression.NONE or int(entry["stored_length"]) != raw_length:
-            target[:] = self.payload(digest)
-        else:
-            self._source.read_into(offset, target)
-            if verify and zlib.crc32(target) != int(entry["data_crc"]):
-                raise TraceChecksumError("checksum of a payload", path=self.path, offset=offset)
-        return raw_length
-
-    def _payload_entry(self, digest: bytes) -> Any:
-        position = self._index.payloads.get(digest)
-        if position is None:
-            raise TraceUsageError(f"{self.path}: no payload {bytes(digest).hex()}")
-        return self._index.payload_entries[position]
+        return self._payloads.read_into(digest, as_bytes(buffer), verify=verify)
 
     def close(self) -> None:
         """Closes the file; tables that were read stay valid."""
@@ -400,10 +359,6 @@ def _step_range(steps: range | int | None) -> range | None:
     return wanted
 
 
-def _take(column: Column, rows: NDArray[Any]) -> Column:
-    return column[rows] if isinstance(column, np.ndarray) else column.take(rows)
-
-
 def _nbytes(column: Column) -> int:
     if isinstance(column, DictionaryColumn):
         return column.codes.nbytes
@@ -412,9 +367,9 @@ def _nbytes(column: Column) -> int:
     return column.nbytes
 
 
-def _short(ranks: tuple[int, ...]) -> str:
+def _short(ranks: Sequence[int]) -> str:
     if not ranks:
         return "none"
     if len(ranks) > 8:
-        return f"{len(ranks)} ranks in {ranks[0]} .. {ranks[-1]}"
+        return f"{len(ranks)} in {ranks[0]} .. {ranks[-1]}"
     return ", ".join(map(str, ranks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -16,12 +16,15 @@ import zstandard
 
 from prismtrace import container, entries, limits, metas
 from prismtrace._generated.schema import Compression
-from prismtrace.chunk import encode_chunk
+from prismtrace.chunk import Encoded, encode_chunk, encode_member
 from prismtrace.columns import DIGEST_BYTES, ColumnsInput, Rows, normalise
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceUsageError, TraceWriteError, writing
+from prismtrace.errors import TraceUsageError
 from prismtrace.index import Collected
-from prismtrace.model import COLUMNS, FORMAT_VERSION, ColumnType, GraphKind, ProcessGroup, TableKind
+from prismtrace.model import COLUMNS, FORMAT_VERSION, ROLE_RANK, ColumnType, GraphKind, ProcessGroup, TableKind
+from prismtrace.recordfile import RecordFile
+from prismtrace.roles import Template
+from prismtrace.strings import SharedStrings, pack_strings
 
 WRITER_NAME: Final = "prismtrace 1.0.0"
 ROWS_PER_CHUNK: Final = 1 << 16
@@ -29,7 +32,6 @@ ATTACHMENT_PREFIX: Final = "attachment."
 """Begins the metadata keys that name attachments; the value is the digest in hexadecimal digits."""
 _SAMPLE_BYTES: Final = 1 << 16
 _MIN_GAIN: Final = 0.9
-_MAX_VECTORS: Final = 512
 
 
 def payload_digest(buffer: bytes | memoryview) -> bytes:
@@ -46,82 +48,6 @@ def as_bytes(buffer: Any) -> memoryview:
         raise TraceUsageError(f"a contiguous buffer is needed: {error}") from error
 
 
-class RecordFile:
-    """An append-only file of whole records: what a failed write left behind is cut off again."""
-
-    def __init__(self, path: str, *, overwrite: bool = False) -> None:
-        self.path = path
-        self.offset = 0
-        self.failed: TraceWriteError | None = None
-        with writing(path, what="cannot create"):
-            if overwrite and os.path.lexists(path) and not os.path.isdir(path):
-                os.unlink(path)
-            self._file = open(path, "xb", buffering=0)  # noqa: SIM115
-        self._pid = os.getpid()
-
-    @property
-    def closed(self) -> bool:
-        """Whether nothing more can be written."""
-        return self._file.closed
-
-    def append(self, buffers: list[Any]) -> int:
-        """Writes buffers back to back and returns the offset of the first; all of them or none."""
-        if self.failed is not None:
-            raise TraceWriteError("an earlier write failed, the file stays unfinished", path=self.path) from self.failed
-        if self.closed:
-            raise TraceUsageError(f"{self.path}: the writer is closed")
-        if os.getpid() != self._pid:
-            raise TraceUsageError(f"{self.path}: the writer was opened in another process; open one file per process")
-        start, position = self.offset, 0
-        total = sum(len(buffer) for buffer in buffers)
-        try:
-            with writing(self.path):
-                while position < total:
-                    count = os.writev(self._file.fileno(), _rest(buffers, position))
-                    if count == 0:
-                        raise OSError(None, "the file takes no more bytes")
-                    position += count
-        except TraceWriteError as error:
-            self.failed = error
-            self._cut(start)
-            raise
-        self.offset = start + total
-        return start
-
-    def _cut(self, length: int) -> None:
-        try:
-            self._file.truncate(length)
-        except OSError:
-            return  # the torn record stays; readers stop before it
-
-    def fileno(self) -> int:
-        """The file descriptor, for copying inside the kernel."""
-        return self._file.fileno()
-
-    def sync(self) -> None:
-        """Makes what was written survive a loss of power."""
-        with writing(self.path):
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Closes the file as it is."""
-        with writing(self.path, what="cannot close"):
-            self._file.close()
-
-
-def _rest(buffers: list[Any], position: int) -> list[Any]:
-    """The buffers without their first `position` bytes, at most as many as one system call takes."""
-    rest: list[Any] = []
-    for buffer in buffers:
-        if len(rest) == _MAX_VECTORS:
-            break
-        size = len(buffer)
-        if position < size:
-            rest.append(memoryview(buffer)[position:] if position else buffer)
-        position = max(0, position - size)
-    return rest
-
-
 class TraceWriter:
     """Writes one new trace file. A context manager; safe to use from several threads of one process.
 
@@ -135,6 +61,7 @@ class TraceWriter:
         world_size: number of ranks of the job; 0 = unknown.
         metadata: string pairs to begin with.
         overwrite: replaces a file that exists.
+        atomic: the file appears under its name only when it is complete, and not at all after an exception.
 
     Raises:
         TraceWriteError: the file cannot be created or written.
@@ -148,14 +75,17 @@ class TraceWriter:
         world_size: int = 0,
         metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
+        atomic: bool = False,
     ) -> None:
         if not 0 <= world_size < 1 << 31:
             raise TraceUsageError(f"world_size {world_size} is out of range")
         self._lock = threading.RLock()
         self._collected = Collected()
         self._types: dict[TableKind, dict[str, ColumnType]] = {kind: {} for kind in COLUMNS}
-        self._num_rows: dict[tuple[TableKind, int], int] = {}
-        self._file = RecordFile(os.fspath(path), overwrite=overwrite)
+        self._num_rows: dict[tuple[int, int, int], int] = {}
+        self._shared: SharedStrings | None = None
+        self._templates: dict[tuple[TableKind, int, int], Template] = {}
+        self._file = RecordFile(os.fspath(path), overwrite=overwrite, atomic=atomic)
         header = metas.HeaderMeta(FORMAT_VERSION, 0, 0, int(GraphKind(graph_kind)), world_size, WRITER_NAME)
         try:
             _, buffers = container.pack_record(RecordKind.HEADER, metas.pack_header(header))
@@ -185,19 +115,48 @@ class TraceWriter:
 
     def add_group(self, group: ProcessGroup) -> None:
         """Adds a process group; adding the same one again does nothing."""
-        limits.check_group(group)
-        with self._lock:
-            known = self._collected.groups.get(group.group_id)
-            if known == group:
-                return
-            if known is not None and known.ranks != group.ranks:
-                raise TraceUsageError(f"group {group.group_id} has ranks {known.ranks}, not {group.ranks}")
-            self._append(RecordKind.GROUP, metas.pack_groups([group]))
-            self._collected.groups[group.group_id] = group
+        self.add_groups([group])
 
-    def add_units(self, rank: int, columns: ColumnsInput) -> int:
-        """Appends rows to the units of `rank` and returns the unit_index of the first of them."""
-        return self._add(TableKind.UNITS, rank, columns)
+    def add_groups(self, groups: Iterable[ProcessGroup]) -> None:
+        """Adds process groups in one go; those that are there already do nothing."""
+        fresh: dict[int, ProcessGroup] = {}
+        with self._lock:
+            for group in groups:
+                limits.check_group(group)
+                known = fresh.get(group.group_id) or self._collected.groups.get(group.group_id)
+                if known is not None and known.ranks != group.ranks:
+                    raise TraceUsageError(f"group {group.group_id} has ranks {known.ranks}, not {group.ranks}")
+                if known != group:
+                    fresh[group.group_id] = group
+            if fresh:
+                self._append(RecordKind.GROUP, metas.pack_groups(fresh.values()))
+                self._collected.groups.update(fresh)
+
+    def add_role(self, role_id: int, columns: ColumnsInput, *, table: TableKind = TableKind.UNITS) -> int:
+        """Appends rows to a role, which rows of ranks may then refer to, and returns the index of the first.
+
+        Args:
+            role_id: 1 .. 2**64 - 1. Files whose roles have one id and different rows cannot be merged.
+            columns: the rows; those of ranks differ from them in some columns.
+            table: the table that the rows belong to.
+        """
+        if not 0 < role_id < 1 << 64:
+            raise TraceUsageError(f"role {role_id} must be in 1 .. 2**64 - 1 (0 means no role)")
+        with self._lock:
+            rows = normalise(table, columns, types=self._types[table])
+            first = self._num_rows.get((table, ROLE_RANK, role_id), 0)
+            for template in self.put_rows(table, ROLE_RANK, first, rows, role=role_id):
+                self._templates[table, role_id, template.first_row] = template
+            self._remember(table, rows)
+            return first
+
+    def add_units(self, rank: int, columns: ColumnsInput, *, role: int | None = None) -> int:
+        """Appends rows to the units of `rank` and returns the unit_index of the first of them.
+
+        With `role` only what differs from the rows of that role with the same numbers is stored; the rows must be those
+        of one or several add_role calls.
+        """
+        return self._add(TableKind.UNITS, rank, columns, role=role)
 
     def add_steps(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the steps of `rank` and returns the index of the first of them."""
@@ -214,6 +173,19 @@ class TraceWriter:
     def add_tracks(self, rank: int, columns: ColumnsInput) -> int:
         """Appends rows to the tracks of `rank` and returns the index of the first of them."""
         return self._add(TableKind.TRACKS, rank, columns)
+
+    def share_strings(self, texts: Iterable[str]) -> bytes:
+        """Keeps strings once for all chunks that are written from now on, and returns the digest that names them.
+
+        Chunks of many ranks that say the same names become smaller. A further call replaces the strings for chunks
+        to come; no strings end it.
+        """
+        values = tuple(dict.fromkeys(texts))
+        raw = pack_strings(values)
+        with self._lock:
+            digest = self.add_payload(raw)
+            self._shared = SharedStrings(digest, values) if values else None
+            return digest
 
     def add_attachment(self, name: str, data: Any) -> bytes:
         """Keeps bytes under a name, as a payload, and returns their digest; a later attachment of that name wins."""
@@ -244,8 +216,11 @@ class TraceWriter:
                 chunks, payloads, ranges = self._collected.arrays()
                 groups, pairs = tuple(self._collected.groups.values()), self._collected.metadata
                 footer = metas.FooterMeta(0, chunks, payloads, groups, pairs, ranges)
+                if sync:
+                    self._file.sync()
                 append_footer(self._file, footer)
                 self.flush(sync=sync)
+                self._file.publish()
             finally:
                 self._file.close()
 
@@ -269,23 +244,73 @@ class TraceWriter:
         frame, buffers = container.pack_record(kind, meta, data or [])
         return frame, self._file.append(buffers)
 
-    def _add(self, table: TableKind, rank: int, columns: ColumnsInput) -> int:
+    def _add(self, table: TableKind, rank: int, columns: ColumnsInput, *, role: int | None = None) -> int:
         if not 0 <= rank < 1 << 31:
             raise TraceUsageError(f"rank {rank} is out of range")
         with self._lock:
             rows = normalise(table, columns, types=self._types[table])
-            first = self._num_rows.get((table, rank), 0)
-            for start in range(0, rows.num_rows, ROWS_PER_CHUNK):
-                part = rows.part(start, min(start + ROWS_PER_CHUNK, rows.num_rows))
-                self._write_chunk(table, rank, first + start, part)
-            self._types[table].update((spec.name, spec.type) for spec in rows.specs if "." in spec.name)
+            first = self._num_rows.get((table, rank, 0), 0)
+            if role is None:
+                self.put_rows(table, rank, first, rows)
+            else:
+                templates = self._templates_of(table, role, first, rows.num_rows)
+                self.put_member(table, rank, rows, role=role, templates=templates)
+            self._remember(table, rows)
             return first
 
-    def _write_chunk(self, table: TableKind, rank: int, first_row: int, rows: Rows) -> None:
-        meta, data = encode_chunk(table, rank=rank, first_row=first_row, rows=rows)
-        frame, offset = self._append(RecordKind.CHUNK, metas.pack_chunk(meta), data)
-        self._num_rows[table, rank] = first_row + rows.num_rows
-        self._collected.add_chunk(meta, frame, offset)
+    def put_rows(self, table: TableKind, rank: int, first: int, rows: Rows, *, role: int = 0) -> list[Template]:
+        """Writes rows from row `first` on, and returns them as templates if they are of a role; for this package."""
+        templates = []
+        for start in range(0, rows.num_rows, ROWS_PER_CHUNK):
+            part = rows.part(start, min(start + ROWS_PER_CHUNK, rows.num_rows))
+            self.put(encode_chunk(table, rank=rank, first_row=first + start, rows=part, role=role, shared=self._shared))
+            if role:
+                templates.append(Template(part, first_row=first + start))
+        return templates
+
+    def put_member(self, table: TableKind, rank: int, rows: Rows, *, role: int, templates: Sequence[Template]) -> None:
+        """Writes what rows of a rank have other than the role; for this package."""
+        start = 0
+        for template in templates:
+            part = rows.part(start, start + template.rows.num_rows)
+            start += template.rows.num_rows
+            self.put(
+                encode_member(
+                    table,
+                    rank=rank,
+                    first_row=template.first_row,
+                    rows=part,
+                    role=role,
+                    template=template,
+                    shared=self._shared,
+                )
+            )
+
+    def _remember(self, table: TableKind, rows: Rows) -> None:
+        self._types[table].update((spec.name, spec.type) for spec in rows.specs if "." in spec.name)
+
+    def _templates_of(self, table: TableKind, role: int, first: int, num_rows: int) -> list[Template]:
+        """The chunks of a role that hold the same rows, back to back."""
+        found, end = [], first + num_rows
+        while first < end:
+            template = self._templates.get((table, role, first))
+            if template is None or first + template.rows.num_rows > end:
+                message = f"role {role} has no chunk of {table.name.lower()} that begins with row {first}"
+                message += f" and ends before row {end}: add_role first, and rows of ranks in the same pieces"
+                raise TraceUsageError(message)
+            found.append(template)
+            first += template.rows.num_rows
+        return found
+
+    def put(self, encoded: Encoded) -> None:
+        """Writes an encoded chunk; for the use of this package."""
+        meta, data = encoded
+        with self._lock:
+            frame, offset = self._append(RecordKind.CHUNK, metas.pack_chunk(meta), data)
+            self._collected.add_chunk(meta, frame, offset)
+            role = meta.role if meta.rank == ROLE_RANK else 0
+            for rank in entries.ranks_of(meta.ranges).tolist() if meta.ranges else (meta.rank,):
+                self._num_rows[meta.table, rank, role] = meta.first_row + meta.num_rows
 
     def _write_payload(self, digest: bytes, view: memoryview) -> None:
         compression, stored = _stored_payload(view)

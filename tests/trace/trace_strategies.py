@@ -32,9 +32,12 @@ def values(spec: ColumnSpec) -> st.SearchStrategy[Any]:
 
 
 @st.composite
-def tables(draw: st.DrawFn, table: TableKind, *, max_rows: int = 12) -> dict[str, list[Any]]:
+def tables(
+    draw: st.DrawFn, table: TableKind, *, max_rows: int = 12, num_rows: int | None = None
+) -> dict[str, list[Any]]:
     """Columns of one table with a common number of rows; some columns are left out, some constant."""
-    num_rows = draw(st.integers(0, max_rows))
+    if num_rows is None:
+        num_rows = draw(st.integers(0, max_rows))
     chosen = draw(st.lists(st.sampled_from(COLUMNS[table]), unique_by=lambda spec: spec.name, max_size=8))
     columns = {}
     for spec in chosen:

@@ -1,0 +1,143 @@
+"""Reads the chunks that an index names: checks them against it, and finds the chunk of the role that they refer to.
+
+Does not join chunks, and does not choose which ones to read.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from prismtrace import container, metas
+from prismtrace.container import RecordKind
+from prismtrace.decoder import ChunkDecoder
+from prismtrace.entries import ChunkMeta, chunk_entry, ranks_of
+from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError
+from prismtrace.index import Index
+from prismtrace.model import ROLE_RANK, ColumnSpec, TableKind
+from prismtrace.source import Source
+from prismtrace.strings import parse_strings
+from prismtrace.tables import Column
+
+_HEAD_BYTES: Final = 1 << 12
+_WHOLE_BYTES: Final = 1 << 14
+_FEW_COLUMNS: Final = 6
+_KEPT_ROLES: Final = 4
+_KEPT_STRINGS: Final = 4
+
+
+class ChunkReader:
+    """Decodes chunks of one file. Safe to use from several threads."""
+
+    def __init__(self, source: Source, index: Index, *, payload: Callable[[bytes], bytes]) -> None:
+        self._source, self._index, self._path, self._payload = source, index, source.name, payload
+        self._strings: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+        self._roles: OrderedDict[int, ChunkDecoder] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def columns(
+        self, entry: Any, rank: int, specs: list[ColumnSpec], selected: frozenset[str] | None
+    ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
+        """Columns of a chunk for one rank, and the description of the named ones. `selected`: names, None = all."""
+        decoder = self._decoder(entry, rank, whole=selected is None or len(specs) > _FEW_COLUMNS)
+        columns = decoder.decode(specs, selected)
+        return columns, decoder.named_specs(columns)
+
+    def _decoder(self, entry: Any, rank: int, *, whole: bool) -> ChunkDecoder:
+        meta, fetch, data_offset = self._load(entry, whole=whole)
+        template, place, num_ranks = None, 0, 1
+        if meta.role and rank != ROLE_RANK:
+            template = self._template(meta, int(entry["offset"]))
+            if meta.ranges:
+                ranks = ranks_of(meta.ranges)
+                place, num_ranks = int(np.searchsorted(ranks, rank)), len(ranks)
+                if place == num_ranks or ranks[place] != rank:
+                    message = f"the index says that the chunk counts for rank {rank}, it does not"
+                    raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
+        return ChunkDecoder(
+            meta,
+            fetch=fetch,
+            path=self._path,
+            data_offset=data_offset,
+            template=template,
+            place=place,
+            num_ranks=num_ranks,
+            shared=lambda: self._shared_strings(meta.strings, int(entry["offset"])),
+        )
+
+    def _shared_strings(self, digest: bytes, offset: int) -> tuple[str, ...]:
+        """The strings that a chunk's dictionary begins with."""
+        if not digest:
+            return ()
+        with self._lock:
+            known = self._strings.get(digest)
+        if known is None:
+            if digest not in self._index.payloads:
+                message = f"the file lacks the shared strings {digest.hex()} of a chunk"
+                raise TraceDataError(message, path=self._path, offset=offset)
+            known = parse_strings(self._payload(digest), path=self._path, offset=offset)
+            with self._lock:
+                self._strings[digest] = known
+                while len(self._strings) > _KEPT_STRINGS:
+                    self._strings.popitem(last=False)
+        return known
+
+    def _template(self, meta: ChunkMeta, offset: int) -> ChunkDecoder:
+        entries = self._index.entries(TableKind(meta.table), ROLE_RANK, role=meta.role)
+        place = int(np.searchsorted(entries["first_row"], np.uint64(meta.first_row)))
+        here = entries[place] if place < len(entries) else None
+        if here is None or (int(here["first_row"]), int(here["num_rows"])) != (meta.first_row, meta.num_rows):
+            last = meta.first_row + meta.num_rows - 1
+            message = f"role {meta.role} has no chunk of rows {meta.first_row} .. {last}"
+            raise TraceDataError(message, path=self._path, offset=offset)
+        key = int(here["offset"])
+        with self._lock:
+            known = self._roles.get(key)
+            if known is not None:
+                self._roles.move_to_end(key)
+                return known
+        decoder = self._decoder(here, ROLE_RANK, whole=False)
+        with self._lock:
+            self._roles[key] = decoder
+            while len(self._roles) > _KEPT_ROLES:
+                self._roles.popitem(last=False)
+        return decoder
+
+    def _load(self, entry: Any, *, whole: bool) -> tuple[ChunkMeta, Callable[[int, int], memoryview], int]:
+        """The checked header of a chunk, what fetches bytes of its data section, and where that starts."""
+        offset, length = int(entry["offset"]), int(entry["length"])
+        raw = self._source.read_at(offset, length if whole or length <= _WHOLE_BYTES else _HEAD_BYTES)
+        frame = container.parse_frame(raw, path=self._path, offset=offset)
+        expected = (RecordKind.CHUNK, length, int(entry["meta_crc"]), int(entry["data_crc"]))
+        if (frame.kind, frame.length, frame.meta_crc, frame.data_crc) != expected:
+            raise TraceDataError("the chunk is not the one in the index", path=self._path, offset=offset)
+        if len(raw) < frame.data_start:
+            raw = self._source.read_at(offset, frame.data_start)
+        meta_raw = bytes(raw[container.FRAME_BYTES : container.FRAME_BYTES + frame.meta_length])
+        if zlib.crc32(meta_raw) != frame.meta_crc:
+            raise TraceChecksumError("checksum of a chunk header", path=self._path, offset=offset)
+        meta = metas.parse_chunk(meta_raw, path=self._path, offset=offset)
+        told = np.array(chunk_entry(meta, frame, offset), entry.dtype)
+        if meta.ranges:  # the index may let the chunk count for some of its ranks only
+            told["rank"] = entry["rank"]
+        told["first_range"], told["num_ranges"] = entry["first_range"], entry["num_ranges"]
+        if told != entry or bool(meta.ranges) != bool(entry["num_ranges"]):
+            raise TraceDataError("the chunk is not what the index says", path=self._path, offset=offset)
+        data_offset, data_length = offset + frame.data_start, frame.data_length
+        if sum(stream.stored_length for stream in meta.streams) != data_length:
+            raise TraceDataError("streams and chunk differ in length", path=self._path, offset=offset)
+        head = raw[frame.data_start :]
+
+        def fetch(start: int, size: int) -> memoryview:
+            if start + size > data_length:
+                raise TraceFormatError("streams reach past the chunk", path=self._path, offset=data_offset + start)
+            if start + size <= len(head):
+                return head[start : start + size]
+            return self._source.read_at(data_offset + start, size)
+
+        return meta, fetch, data_offset

@@ -1,0 +1,240 @@
+"""Rewrites a trace so that ranks with equal structure share it: finds the roles and stores what differs from them.
+
+Does not change what a reader sees; rows, groups, metadata and payloads stay what they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace.chunk import encode_members
+from prismtrace.columns import Rows, normalise
+from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
+from prismtrace.reader import TraceReader
+from prismtrace.roles import Difference, Template
+from prismtrace.source import TraceInput
+from prismtrace.tables import Table
+from prismtrace.writer import TraceWriter
+
+_STRUCTURE: Final = (
+    "kind", "phase", "step", "op", "reduce_op", "dtype", "num_elements_in", "num_elements_out", "is_async",
+    "awaits", "microbatch", "model_chunk",
+)  # fmt: skip
+_TIMES: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns", "memory_bytes")
+_TABLES: Final = tuple(COLUMNS)
+
+
+@dataclass(frozen=True)
+class CompactReport:
+    """What `compact` found. `num_shared` ranks differ from their role by shifts and maps only."""
+
+    num_ranks: int
+    num_roles: int
+    num_members: int
+    num_shared: int
+
+
+def compact(
+    source: TraceInput, output: str | os.PathLike[str], *, overwrite: bool = False, min_ranks: int = 2
+) -> CompactReport:
+    """Writes the trace `source` to `output` with roles; `output` appears only when it is complete.
+
+    Args:
+        source: a finished trace.
+        output: the file to create.
+        overwrite: replaces a file that exists.
+        min_ranks: how many ranks of one structure make a role.
+
+    Raises:
+        TraceFormatError: the source is broken.
+        TraceWriteError: the result cannot be written, or exists.
+    """
+    with TraceReader(source) as reader:
+        writer = TraceWriter(
+            output,
+            graph_kind=reader.graph_kind,
+            world_size=reader.world_size,
+            metadata=reader.metadata,
+            overwrite=overwrite,
+            atomic=True,
+        )
+        with writer:
+            writer.add_groups(reader.groups.values())
+            for digest in reader.payload_digests:
+                writer.add_payload(reader.payload(digest))
+            return _Compaction(reader, writer).run(min_ranks)
+
+
+class _Compaction:
+    """One run: the ranks of one structure after the other."""
+
+    def __init__(self, reader: TraceReader, writer: TraceWriter) -> None:
+        self._reader, self._writer = reader, writer
+        self._num_members, self._num_shared = 0, 0
+
+    def run(self, min_ranks: int) -> CompactReport:
+        """Writes all ranks."""
+        classes: dict[bytes, dict[bytes, list[int]]] = {}
+        for rank in self._reader.ranks:
+            structure, times = self._digests(rank)
+            classes.setdefault(structure, {}).setdefault(times, []).append(rank)
+        num_roles = 0
+        for structure, by_times in classes.items():
+            for name, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
+                if name is None:
+                    for rank in ranks:
+                        self._write_alone(rank)
+                else:
+                    digest = hashlib.blake2b(structure + name, digest_size=8).digest()
+                    self._write_role(int.from_bytes(digest, "little") or 1, ranks)
+                    num_roles += 1
+        return CompactReport(len(self._reader.ranks), num_roles, self._num_members, self._num_shared)
+
+    def _digests(self, rank: int) -> tuple[bytes, bytes]:
+        """Digests of what makes ranks alike, and of their times from the first one on; empty where nothing can be."""
+        units = self._reader.units(rank, columns=(*_STRUCTURE, *_TIMES))
+        if not len(units) or any(self._reader.missing_rows(table, rank) for table in _TABLES):
+            return b"", b""
+        structure, times = hashlib.blake2b(digest_size=16), hashlib.blake2b(digest_size=16)
+        structure.update(f"{len(units)} {units.first_index}".encode())
+        for name in _STRUCTURE:
+            structure.update(np.ascontiguousarray(units[name]).tobytes())
+        for name in _TIMES:
+            column: NDArray[np.int64] = units[name]
+            present = column != ABSENT
+            base = column[present][:1] if name in ("start_ns", "end_ns") else np.zeros(1, np.int64)
+            times.update(np.packbits(present).tobytes())
+            times.update((column[present] - base).tobytes())
+        return structure.digest(), times.digest()
+
+    def _write_alone(self, rank: int) -> None:
+        for table in _TABLES:
+            for first, rows in self._pieces(table, rank):
+                self._writer.put_rows(table, rank, first, rows)
+
+    def _pieces(self, table: TableKind, rank: int) -> Iterator[tuple[int, Rows]]:
+        """The rows of a rank in pieces without gaps, each with the number of its first row."""
+        whole = self._table(table, rank)
+        rows = normalise(table, whole)
+        gaps = (np.flatnonzero(np.diff(whole.row_index) != 1) + 1).tolist()
+        for start, stop in zip([0, *gaps], [*gaps, len(whole)], strict=True):
+            if stop > start:
+                yield int(whole.row_index[start]), rows.part(start, stop)
+
+    def _table(self, table: TableKind, rank: int) -> Table:
+        reader = self._reader
+        read: dict[TableKind, Any] = {
+            TableKind.UNITS: reader.units,
+            TableKind.STEPS: reader.steps,
+            TableKind.SCALARS: reader.scalars,
+            TableKind.EVENTS: reader.events,
+            TableKind.TRACKS: reader.tracks,
+        }
+        found: Table = read[table](rank)
+        return found
+
+    def _write_role(self, role: int, ranks: list[int]) -> None:
+        """Writes a role with the rows of its first rank, and what the others have in its place."""
+        self._num_members += len(ranks)
+        shared = set(ranks)
+        for table in _TABLES:
+            model = [(first, rows) for first, rows in self._pieces(table, ranks[0])]
+            if not model:
+                for rank in ranks[1:]:
+                    for first, rows in self._pieces(table, rank):
+                        shared.discard(rank)
+                        self._writer.put_rows(table, rank, first, rows)
+                continue
+            (start, rows) = model[0]
+            templates = self._writer.put_rows(table, ROLE_RANK, start, rows, role=role)
+            shared &= self._write_members(table, role, ranks, templates)
+        self._num_shared += len(shared)
+
+    def _write_members(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> set[int]:
+        """Writes one table of all ranks of a role; returns those that needed no chunk of their own."""
+        num_rows = sum(template.rows.num_rows for template in templates)
+        blocks: list[tuple[int, list[list[Difference]]]] = []
+        for rank in ranks:
+            pieces = list(self._pieces(table, rank))
+            fits = len(pieces) == 1 and pieces[0][0] == templates[0].first_row and pieces[0][1].num_rows == num_rows
+            if not fits:
+                for first, rows in pieces:
+                    self._writer.put_rows(table, rank, first, rows)
+                continue
+            rows = pieces[0][1]
+            found = []
+            for template in templates:
+                start = template.first_row - templates[0].first_row
+                found.append(template.differences(rows.part(start, start + template.rows.num_rows)))
+            if all(_is_small(item) for piece in found for item in piece):
+                blocks.append((rank, found))
+            else:
+                self._writer.put_member(table, rank, rows, role=role, templates=templates)
+        blocks, alone = _one_way(blocks)
+        for rank in alone:
+            rows = normalise(table, self._table(table, rank))
+            self._writer.put_member(table, rank, rows, role=role, templates=templates)
+        blocks.sort(key=lambda block: block[0])
+        if blocks:
+            for number, template in enumerate(templates):
+                self._writer.put(
+                    encode_members(
+                        table,
+                        ranks=[rank for rank, _ in blocks],
+                        first_row=template.first_row,
+                        role=role,
+                        template=template,
+                        differences=[found[number] for _, found in blocks],
+                    )
+                )
+        return {rank for rank, _ in blocks}
+
+
+def _roles(by_times: dict[bytes, list[int]], min_ranks: int) -> Iterator[tuple[bytes | None, list[int]]]:
+    """Ranks of one structure as roles, each named by the times of its first ranks; None: ranks that have none.
+
+    Ranks that share their times have a role of their own, all others that of the largest such class.
+    """
+    alike = sorted(by_times.items(), key=lambda item: -len(item[1]))
+    rest = sorted(rank for _, ranks in alike if len(ranks) < min_ranks for rank in ranks)
+    roles = [(times, ranks) for times, ranks in alike if len(ranks) >= min_ranks]
+    if roles:
+        roles[0] = (roles[0][0], roles[0][1] + rest)
+        yield from roles
+    elif len(rest) >= min_ranks:
+        yield alike[0][0], alike[0][1] + [rank for rank in rest if rank not in alike[0][1]]
+    else:
+        yield None, rest
+
+
+def _is_small(item: Difference) -> bool:
+    return item.same or item.shift is not None or item.mapped is not None
+
+
+def _one_way(
+    blocks: list[tuple[int, list[list[Difference]]]],
+) -> tuple[list[tuple[int, list[list[Difference]]]], list[int]]:
+    """The ranks of which each column can be written in one way, shifted or mapped, and the ranks left over."""
+    alone: list[int] = []
+    if not blocks:
+        return blocks, alone
+    for number, piece in enumerate(blocks[0][1]):
+        for place in range(len(piece)):
+            items = [found[number][place] for _, found in blocks]
+            if all(item.same for item in items) or all(item.shift is not None for item in items):
+                continue
+            kept = [block for block, item in zip(blocks, items, strict=True) if item.mapped is not None]
+            if len(kept) < len(blocks):
+                names = {rank for rank, _ in kept}
+                alone += [rank for rank, _ in blocks if rank not in names]
+                blocks = kept
+            if not blocks:
+                return blocks, alone
+    return blocks, alone

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter, validate
+from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter, compact, validate
 from prismtrace.tables import DictionaryColumn, ListColumn, Table
 
 FRAME = struct.Struct("<4sBBHIIQII")
@@ -254,4 +254,32 @@ def write_big(path: Path, *, ranks: int = 3, rows: int = 3000) -> Path:
                 },
             )
         writer.add_attachment("notes.txt", b"a note " * 50)
+    return path
+
+
+def write_roles(path: Path, *, ranks: int = 6, rows: int = 1500) -> Path:
+    """A file of roles: ranks that share everything but peer and group, shifted ranks, ranks with times of their own."""
+    rng = np.random.default_rng(8)
+    plain = path.with_suffix(".plain")
+    sends = np.arange(rows) % 4 == 1
+    shared = np.cumsum(rng.integers(1_000, 9_000_000, rows))
+    with TraceWriter(plain, world_size=ranks, overwrite=True) as writer:
+        for rank in range(ranks):
+            writer.add_group(ProcessGroup(group_id=100 + rank // 2, ranks=(rank // 2 * 2, rank // 2 * 2 + 1)))
+            start = shared + (7_000 * rank if rank < 4 else rng.integers(0, 900, rows))
+            writer.add_units(
+                rank,
+                {
+                    "kind": np.where(sends, 3, 1).astype(np.uint8),
+                    "step": np.arange(rows) // 50,
+                    "start_ns": start,
+                    "end_ns": start + 500 + (0 if rank < 4 else rng.integers(0, 99, rows)),
+                    "group_id": np.where(sends, 100 + rank // 2, 0).astype(np.uint64),
+                    "peer": np.where(sends, rank ^ 1, -(2**31)).astype(np.int32),
+                    "label": [f"layer {i % 40}" if i % 3 else None for i in range(rows)],
+                    "test.tokens": np.full(rows, 512 + rank % 2),
+                },
+            )
+    compact(plain, path, overwrite=True)
+    plain.unlink()
     return path

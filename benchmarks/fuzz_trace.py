@@ -33,6 +33,7 @@ from trace_faults import (  # noqa: E402
     read_damaged,
     structure_bytes,
     write_big,
+    write_roles,
 )
 
 HANG_S = 120
@@ -51,6 +52,7 @@ def main() -> int:
     paths = args.files or [
         *sorted((ROOT / "spec/conformance/valid").glob("*.prism")),
         write_big(Path(folder.name) / "big.prism"),
+        write_roles(Path(folder.name) / "roles.prism"),
     ]
     total: collections.Counter[str] = collections.Counter()
     faults, begun = 0, time.perf_counter()

@@ -36,7 +36,11 @@ _STRAGGLER: dict[str, tuple[int, int, int]] = {
 
 
 def straggler(path: Path) -> Job:
-    """Units of a StragglerAnalysis Parquet file; its float32 seconds become nanoseconds, every row and field kept."""
+    """Units of a StragglerAnalysis Parquet file; its float32 seconds become nanoseconds, every row and field kept.
+
+    The file groups the operations of a step by type. Here they are in the order in which they began in the first step
+    of the stage's first rank, in every step and rank: the order of the program.
+    """
     import pyarrow.parquet as parquet
 
     table = parquet.read_table(path)
@@ -44,10 +48,15 @@ def straggler(path: Path) -> Job:
     names = np.array(table["optype"].to_pylist(), object)
     start = np.rint(fields["start_ts"].astype(np.float64) * 1e9).astype(np.int64)
     end = start + np.rint(fields["duration"].astype(np.float64) * 1e9).astype(np.int64)
+    names_of = [(names[i], int(fields["seq_id"][i]), int(fields["mc"][i])) for i in range(len(names))]
+    first = fields["step"] == fields["step"].min()
     job: Job = {}
     for rank in sorted(set(fields["rank"].tolist())):
         rows = np.flatnonzero(fields["rank"] == rank)
-        rows = rows[np.lexsort((start[rows], fields["step"][rows]))]
+        same = np.flatnonzero((fields["stage"] == fields["stage"][rows[0]]) & first)
+        model = same[fields["rank"][same] == fields["rank"][same].min()]
+        place = {names_of[row]: order for order, row in enumerate(model[np.argsort(start[model])].tolist())}
+        rows = rows[np.lexsort(([place[names_of[row]] for row in rows.tolist()], fields["step"][rows]))]
         told = np.array([_STRAGGLER[name] for name in names[rows]], np.uint8)
         job[rank] = {
             "kind": told[:, 0],

@@ -72,11 +72,11 @@ def concatenate(
 
 def _joined(parts: list[Any]) -> Column:
     first = parts[0]
+    if isinstance(first, np.ndarray):
+        return frozen(first if len(parts) == 1 else np.concatenate(parts))
     if isinstance(first, DictionaryColumn):
         return _joined_dictionaries(parts)
-    if isinstance(first, ListColumn):
-        return _joined_lists(parts)
-    return frozen(first if len(parts) == 1 else np.concatenate(parts))
+    return _joined_lists(parts)
 
 
 def _joined_dictionaries(parts: list[DictionaryColumn[Any]]) -> Column:

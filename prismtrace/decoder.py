@@ -25,6 +25,13 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 _ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
 _KNOWN_PARTS: Final = _ROLE_PARTS | {StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS}
 
+_RANGES: Final[dict[ColumnType, tuple[int, int]]] = {
+    ColumnType.UINT8: (0, 255),
+    ColumnType.BOOL: (0, 1),
+    ColumnType.INT32: (-(1 << 31), (1 << 31) - 1),
+    ColumnType.INT64: (-(1 << 63), (1 << 63) - 1),
+}
+
 
 class ChunkDecoder:
     """Decodes chosen columns of one chunk. `fetch(start, length)` returns bytes of its data section.
@@ -51,6 +58,7 @@ class ChunkDecoder:
         self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._valid: dict[int, NDArray[np.bool_] | None] = {}
+        self._bounds: dict[int, tuple[int, int]] = {}
         self._strings: tuple[str, ...] | None = None
         self._digests: tuple[bytes, ...] | None = None
         position = 0
@@ -118,7 +126,7 @@ class ChunkDecoder:
         return found is None or found[0].encoding == Encoding.ROLE_DIFFERENCE
 
     def _validity(self, spec: ColumnSpec) -> NDArray[np.bool_] | None:
-        if self._differs(spec) and (role := self._of_role(spec)):
+        if self._template is not None and self._differs(spec) and (role := self._of_role(spec)):
             return role[0]._validity(role[1])
         if spec.column_id in self._valid:
             return self._valid[spec.column_id]
@@ -195,6 +203,8 @@ class ChunkDecoder:
         stream, raw, offset = found
         if stream.num_values != self._count(spec):
             raise self._error(f"column {spec.name}: {stream.num_values} values for {self._count(spec)} rows")
+        if (bounds := stream.bounds()) is not None:
+            self._bounds[spec.column_id] = bounds
         reference = None
         if stream.encoding == Encoding.DIFFERENCE:
             reference = self._reference(spec, stream)
@@ -243,15 +253,16 @@ class ChunkDecoder:
         return values[wanted[rows]]
 
     def _typed(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
-        dtype = spec.type.dtype
-        absent = ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
         if spec.type is ColumnType.UINT64:
             return values.view(np.uint64)
-        if len(values):
+        dtype, absent = spec.type.dtype, ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
+        least, most = _RANGES[spec.type]
+        if spec.optional:
+            least += 1  # stands for absent
+        low, high = self._bounds.get(spec.column_id, (least - 1, most))
+        if (low < least or high > most) and len(values):
             low, high = int(values.min()), int(values.max())
-            info: Any = np.iinfo(np.uint8 if spec.type is ColumnType.BOOL else dtype.type)
-            top = 1 if spec.type is ColumnType.BOOL else info.max
-            if low < info.min or high > top or (spec.optional and low == absent):
+            if low < least or high > most:
                 raise self._error(f"column {spec.name} has values in {low} .. {high}")
         typed = values.astype(dtype, copy=False)
         valid = self._validity(spec)

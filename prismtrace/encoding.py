@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import zstandard
@@ -44,8 +43,7 @@ _MIN_COMPRESS_BYTES: Final = 24
 _local = threading.local()
 
 
-@dataclass(frozen=True)
-class Stream:
+class Stream(NamedTuple):
     """The descriptor of one encoded stream."""
 
     base: int
@@ -62,9 +60,13 @@ class Stream:
     width: int
     reserved: int = 0
 
-    def row(self) -> tuple[int, ...]:
-        """The fields in the order of the schema's struct."""
-        return tuple(self.__dict__.values())
+    def bounds(self) -> tuple[int, int] | None:
+        """Between what the values must lie by the look of the descriptor; None when it does not say."""
+        if self.encoding == Encoding.CONSTANT:
+            return self.base * self.scale, self.base * self.scale
+        if self.encoding == Encoding.OFFSET and self.width < 8:
+            return self.base * self.scale, (self.base + (1 << 8 * self.width) - 1) * self.scale
+        return None
 
 
 def compress(raw: bytes | memoryview) -> tuple[int, bytes | memoryview]:
@@ -89,9 +91,9 @@ def decompress(stored: bytes | memoryview, *, compression: int, raw_length: int,
             f"unknown compression {compression}: a later library reads it", path=path, offset=offset
         )
     try:
-        parameters = zstandard.get_frame_parameters(stored)
-        if parameters.content_size != raw_length:
-            message = f"the zstd frame announces {parameters.content_size} bytes, the descriptor {raw_length}"
+        announced = zstandard.frame_content_size(stored)
+        if announced != raw_length:
+            message = f"the zstd frame announces {announced} bytes, the descriptor {raw_length}"
             raise TraceFormatError(message, path=path, offset=offset)
         decompressor = getattr(_local, "decompressor", None)
         if decompressor is None:

@@ -106,7 +106,7 @@ def _add_named(builder: Any, specs: Sequence[ColumnSpec]) -> int:
 
 def pack_chunk(meta: ChunkMeta) -> bytes:
     """The meta section of a CHUNK record."""
-    raw = np.array([stream.row() for stream in meta.streams], STREAM_DTYPE).tobytes()
+    raw = np.array(list(meta.streams), STREAM_DTYPE).tobytes()
     builder = flatbuffers.Builder(len(raw) + 256)
     named = _add_named(builder, meta.named) if meta.named else 0
     ranges = _ranges_vector(builder, meta.ranges) if meta.ranges else 0
@@ -148,7 +148,7 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
             chunk.LastStep(),
             chunk.FirstNs(),
             chunk.LastNs(),
-            tuple(Stream(*row) for row in rows),
+            tuple(map(Stream._make, rows)),
             _named_columns(chunk),
             chunk.Role(),
             tuple(RankRange(*row) for row in _vector(chunk._tab, 11, RANK_RANGE).tolist()),

@@ -30,7 +30,6 @@ from prismtrace.tables import (
     Column,
     DictionaryColumn,
     EventTable,
-    ListColumn,
     ScalarTable,
     StepTable,
     Table,
@@ -360,11 +359,11 @@ def _step_range(steps: range | int | None) -> range | None:
 
 
 def _nbytes(column: Column) -> int:
+    if isinstance(column, np.ndarray):
+        return column.nbytes
     if isinstance(column, DictionaryColumn):
         return column.codes.nbytes
-    if isinstance(column, ListColumn):
-        return column.values.nbytes + column.offsets.nbytes
-    return column.nbytes
+    return column.values.nbytes + column.offsets.nbytes
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -47,7 +47,7 @@ def units(columns: dict[str, Any], *, rank: int = 0, first_row: int = 0) -> Chun
 def stream(raw: bytes, *, column: int, count: int, **changes: int) -> tuple[Stream, bytes]:
     """A stream with a right checksum around any bytes."""
     plain = Stream(0, count, len(raw), len(raw), zlib.crc32(raw), 1, column, 0, StreamPart.VALUES, 1, 1, 1)
-    return replace(plain, **changes), raw
+    return plain._replace(**changes), raw
 
 
 def chunk(*streams: tuple[Stream, bytes], num_rows: int, **changes: int) -> Chunk:

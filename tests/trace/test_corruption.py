@@ -7,12 +7,26 @@ from __future__ import annotations
 
 import collections
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trace_faults import Hang, Memory, Outcome, corrupted, everything, limited, read_damaged, structure_bytes, write_big
+from trace_edits import STREAM_FIELDS, take_apart
+from trace_faults import (
+    Hang,
+    Memory,
+    Outcome,
+    corrupted,
+    everything,
+    limited,
+    read_damaged,
+    structure_bytes,
+    write_big,
+    write_roles,
+)
 
 import prismtrace
+from prismtrace._generated.schema import Encoding, StreamPart
 
 VECTORS = sorted((Path(prismtrace.__file__).resolve().parents[1] / "spec/conformance/valid").glob("*.prism"))
 NUM_CORRUPTIONS = 3000
@@ -35,9 +49,20 @@ def test_two_bytes_of_a_vector(path: Path) -> None:
     assert outcomes["TraceChecksumError"] > outcomes["harmless"]
 
 
-def test_two_bytes_of_a_bigger_file(tmp_path: Path) -> None:
-    outcomes = campaign(write_big(tmp_path / "big.prism"), count=NUM_CORRUPTIONS // 3, seed=2)
+@pytest.mark.parametrize("write", [write_big, write_roles])
+def test_two_bytes_of_a_bigger_file(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    outcomes = campaign(write(tmp_path / "big.prism"), count=NUM_CORRUPTIONS // 6, seed=2)
     assert outcomes["TraceChecksumError"] > 10 * outcomes["harmless"]
+
+
+def test_the_file_of_roles_uses_what_roles_have(tmp_path: Path) -> None:
+    parts, encodings = set(), set()
+    for record in take_apart(write_roles(tmp_path / "roles.prism").read_bytes()):
+        for place in record.streams:
+            parts.add(record.meta[place + STREAM_FIELDS["part"][0]])
+            encodings.add(record.meta[place + STREAM_FIELDS["encoding"][0]])
+    assert {StreamPart.SHIFT, StreamPart.MAP} <= parts
+    assert Encoding.ROLE_DIFFERENCE in encodings
 
 
 def test_the_limits_would_notice() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter, validate
+from prismtrace import ABSENT, PrismTraceError, ProcessGroup, TraceReader, TraceWriter, compact, validate
 from prismtrace.tables import DictionaryColumn, ListColumn, Table
 
 FRAME = struct.Struct("<4sBBHIIQII")
@@ -125,12 +125,11 @@ def everything(source: Any, *, allow_unfinished: bool = False, max_result_bytes:
             "metadata": dict(reader.metadata),
             "groups": dict(reader.groups),
             "payloads": {digest: reader.payload(digest) for digest in reader.payload_digests},
-            "attachments": {name: reader.attachment(name) for name in getattr(reader, "attachments", ())},  # type: ignore[attr-defined]
+            "attachments": {name: reader.attachment(name) for name in reader.attachments},
         }
         for rank in reader.ranks:
             for name in TABLES:
-                if hasattr(reader, name):
-                    told[f"{name} of rank {rank}"] = _table(getattr(reader, name)(rank))
+                told[f"{name} of rank {rank}"] = _table(getattr(reader, name)(rank))
             part = [_table(part) for part in reader.iter_units(rank, columns=["kind", "end_ns", "label"])]
             told[f"part of rank {rank}"] = part
         return told
@@ -232,6 +231,7 @@ def write_big(path: Path, *, ranks: int = 3, rows: int = 3000) -> Path:
                         "end_ns": np.where(np.arange(rows) % 97 == 0, ABSENT, start + rng.integers(10, 10**6, rows)),
                         "group_id": np.where(communicates, 5, 0).astype(np.uint64),
                         "seq": np.where(communicates, np.arange(rows), ABSENT),
+                        "test.tokens": np.where(communicates, ABSENT, 512 + np.arange(rows) % 3),
                         "label": [f"layer {i % 40}" if i % 3 else None for i in range(rows)],
                         "payload_in": [digests[i % 2] if i % 400 == 4 else None for i in range(rows)],
                         "splits_in": [[i, 2 * i] if i % 500 == 4 else None for i in range(rows)],
@@ -239,4 +239,47 @@ def write_big(path: Path, *, ranks: int = 3, rows: int = 3000) -> Path:
                 )
             writer.add_steps(rank, {"step": range(60), "end_ns": range(0, 60_000, 1000), "loss": rng.normal(size=60)})
             writer.add_scalars(rank, {"step": range(60), "name": ["loss"] * 60, "value": rng.normal(size=60)})
+            writer.add_tracks(rank, {"name": ["host", "stream 7"], "kind": [1, 2], "stream": [None, 7]})
+            begun = np.cumsum(rng.integers(1, 90_000, rows))
+            writer.add_events(
+                rank,
+                {
+                    "name": [f"kernel {i % 50}" for i in range(rows)],
+                    "kind": np.ones(rows, np.uint8),
+                    "track": np.arange(rows) % 2,
+                    "start_ns": begun,
+                    "end_ns": begun + rng.integers(1, 5000, rows),
+                    "correlation_id": np.arange(rows) * 7,
+                    "test.ratio": rng.normal(size=rows),
+                },
+            )
+        writer.add_attachment("notes.txt", b"a note " * 50)
+    return path
+
+
+def write_roles(path: Path, *, ranks: int = 6, rows: int = 1500) -> Path:
+    """A file of roles: ranks that share everything but peer and group, shifted ranks, ranks with times of their own."""
+    rng = np.random.default_rng(8)
+    plain = path.with_suffix(".plain")
+    sends = np.arange(rows) % 4 == 1
+    shared = np.cumsum(rng.integers(1_000, 9_000_000, rows))
+    with TraceWriter(plain, world_size=ranks, overwrite=True) as writer:
+        for rank in range(ranks):
+            writer.add_group(ProcessGroup(group_id=100 + rank // 2, ranks=(rank // 2 * 2, rank // 2 * 2 + 1)))
+            start = shared + (7_000 * rank if rank < 4 else rng.integers(0, 900, rows))
+            writer.add_units(
+                rank,
+                {
+                    "kind": np.where(sends, 3, 1).astype(np.uint8),
+                    "step": np.arange(rows) // 50,
+                    "start_ns": start,
+                    "end_ns": start + 500 + (0 if rank < 4 else rng.integers(0, 99, rows)),
+                    "group_id": np.where(sends, 100 + rank // 2, 0).astype(np.uint64),
+                    "peer": np.where(sends, rank ^ 1, -(2**31)).astype(np.int32),
+                    "label": [f"layer {i % 40}" if i % 3 else None for i in range(rows)],
+                    "test.tokens": np.full(rows, 512 + rank % 2),
+                },
+            )
+    compact(plain, path, overwrite=True)
+    plain.unlink()
     return path

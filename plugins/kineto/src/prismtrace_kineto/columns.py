@@ -3,8 +3,8 @@
 A shape is the ordered list of an event's keys and of those of its ``args``, with the type of every value, plus ``ph``
 and ``cat``. A flow event that directly follows an event of the same place and time becomes part of that event's row.
 Types: ``i`` int64, ``dN`` decimals with N digits (int64 without the point), ``vN`` decimals with at most N digits and
-no zeros at the end, ``r`` other numbers as text, ``s`` strings, ``b`` booleans, ``n`` null, ``j`` anything as JSON text,
-``t`` process and thread as one number.
+no zeros at the end, ``r`` other numbers as text, ``s`` strings, ``b`` booleans, ``n`` null, ``j`` anything as JSON
+text, ``t`` process and thread as one number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Slot:
 
 @dataclass
 class Columns:
-    """Events as columns. `order` names the shape of every row; `data[shape]` holds that shape's columns in row order."""
+    """Events as columns: `order` names the shape of every row, `data[shape]` holds the columns of a shape."""
 
     shapes: list[Shape]
     order: NDArray[np.uint32]
@@ -106,7 +106,7 @@ class ColumnBuilder:
         self._flows: dict[Any, int] = {}
         self._order: list[int] = []
         self._orders: list[Array] = []
-        self._shapes: dict[Shape, int] = {}
+        self._shapes: dict[tuple[int, Shape], int] = {}  # two slots may come to one shape; their rows stay apart
         self._data: list[list[list[Array]]] = []
         self._strings: dict[str, int] = {}
         self._json: dict[str, int] = {}
@@ -126,6 +126,7 @@ class ColumnBuilder:
         slots, known, order = self._slots, self._known, self._order
         tracks = self._tracks
         last = self._last
+        key: Any
         for event in events:
             try:
                 phase = event.get("ph")
@@ -185,7 +186,9 @@ class ColumnBuilder:
             data.append([np.concatenate(list(column)) for column in zip(*parts, strict=True)] if parts else [])
             parts.clear()
         order = np.concatenate(self._orders) if self._orders else np.zeros(0, np.uint32)
-        return Columns(list(self._shapes), order, data, self._ends, self._all_tracks, list(self._strings))
+        return Columns(
+            [shape for _, shape in self._shapes], order, data, self._ends, self._all_tracks, list(self._strings)
+        )
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
@@ -258,13 +261,13 @@ class ColumnBuilder:
         final = np.zeros(len(self._slots), np.uint32)
         for index, slot in enumerate(self._slots):
             if slot.rows:
-                final[index] = self._convert(slot)
+                final[index] = self._convert(index, slot)
         self._orders.append(final[np.array(self._order, np.int64)])
         self._num_rows += len(self._order)
         self._order.clear()
         self._last = None
 
-    def _convert(self, slot: _Slot) -> int:
+    def _convert(self, number: int, slot: _Slot) -> int:
         fields: list[tuple[str, str]] = []
         arrays: list[Array] = []
         for name, letter, values in zip(slot.names, slot.types, zip(*slot.rows, strict=True), strict=True):
@@ -276,7 +279,7 @@ class ColumnBuilder:
             fields, arrays = [("none", "b")], [np.zeros(len(slot.rows), np.uint8)]
         slot.rows.clear()
         shape = Shape(slot.keys, slot.args, slot.ph, slot.cat, tuple(fields), slot.flow, slot.odd)
-        index = self._shapes.setdefault(shape, len(self._shapes))
+        index = self._shapes.setdefault((number, shape), len(self._shapes))
         if index == len(self._data):
             self._data.append([])
         self._data[index].append(arrays)

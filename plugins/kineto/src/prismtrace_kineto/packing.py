@@ -87,9 +87,9 @@ _estimator: Final = zstandard.ZstdCompressor(level=1)
 
 def _coded(values: NDArray[np.int64], how: str, order: Array | None, other: Array | None) -> tuple[int, int, bytes]:
     """Base, width and bytes of `values` in the coding `how`."""
-    if "r" in how:
+    if "r" in how and other is not None:
         values = values - other
-    if "s" in how:
+    if "s" in how and order is not None:
         values = values[order]
     if "d" in how:
         base = int(values[0]) if len(values) else 0

@@ -2,9 +2,10 @@
 
 Usage: python benchmarks/kineto_import.py FOLDER [--repeats N]
 
-FOLDER holds the published traces (hta/, tracelens/, param/). Every run is a fresh process; importer and peer take turns, the
-medians are shown. Time and memory are those of the call after the imports of modules: peak is VmHWM minus RSS before.
-HolisticTraceAnalysis with pandas<3 is the peer: `pip install HolisticTraceAnalysis 'pandas<3'`; without it there is no ratio.
+FOLDER holds the published traces (hta/, tracelens/, param/). Every run is a fresh process; importer and peer take
+turns, the medians are shown. Time and memory are those of the call after the imports of modules: peak is VmHWM minus
+the RSS before. The peer is HolisticTraceAnalysis with pandas<3 (`pip install HolisticTraceAnalysis 'pandas<3'`);
+without it there is no ratio.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def measured(kind: str, source: Path, output: Path) -> dict[str, float]:
         logging.disable(logging.CRITICAL)
         paths = sorted(source.iterdir()) if source.is_dir() else [source]
         before, start = status("VmRSS"), time.perf_counter()
-        for path in paths:
-            parse_trace_file(str(path))
+        kept = [parse_trace_file(str(path)) for path in paths]
+        assert kept
     else:
         from prismtrace_kineto import communication, events, lossless, units  # noqa: F401
         from prismtrace_kineto.importer import KinetoImporter
@@ -107,10 +108,9 @@ def main() -> None:
                     runs[kind].append(child(kind, input_of[kind], output))
                     if kind == "lossless":
                         size = output.stat().st_size
-            figures = {
-                kind: [statistics.median(run[key] for run in found) for key in ("seconds", "bytes")]
-                for kind, found in runs.items()
-            }
+            figures = {}
+            for kind, found in runs.items():
+                figures[kind] = [statistics.median(run[key] for run in found) for key in ("seconds", "bytes")]
             shown = "; ".join(f"{seconds:.2f} s {peak / 1e6:.0f} MB" for seconds, peak in figures.values())
             if has_peer:
                 one, peer = figures["lossless"], figures["peer"]

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kineto_helpers import DATA, convert, document, span
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kineto_helpers import DATA, convert, document, parsed, restored, span
 from prismtrace_kineto.importer import KinetoImporter
 
 import prismtrace
 from prism_sdk.errors import PrismError, UnreadableError, UsageError
 from prismtrace import ABSENT, DType, EventKind, Op, ReduceOp, TraceFormatError, UnitKind
 
+WORDS = [b"null", b"1e999", b"-5", b'"x"', b"[]", b"{", b"}", b"NaN", b"true", b'"ts": ', b"99999999999999999999"]
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
@@ -269,6 +272,25 @@ def test_bad_sources_are_named(tmp_path: Path) -> None:
             convert(tmp_path / "a.prism", tmp_path / name)
         assert name in str(caught.value)
     assert not (tmp_path / "a.prism").exists()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), lossless=st.sampled_from(["true", "false"]))
+def test_no_damage_raises_anything_but_its_own_errors(data: st.DataObject, lossless: str, tmp_path: Path) -> None:
+    text = bytearray((DATA / "mi300.json").read_bytes()[-30_000:])
+    text[:0] = b'{"distributedInfo": {"rank": 0}, "traceEvents": [{}, '
+    start = text.index(b"{}, ") + 4
+    del text[start : text.index(b"{\n", start)]
+    for _ in range(data.draw(st.integers(0, 4))):
+        place = data.draw(st.integers(30, len(text) - 20))
+        text[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=4) | st.sampled_from(WORDS))
+    (tmp_path / "rank0.json").write_bytes(text)
+    report = convert(tmp_path / "a.prism", tmp_path / "rank0.json", lossless=lossless)
+    assert not prismtrace.has_errors(prismtrace.validate(tmp_path / "a.prism"))
+    if lossless == "true":
+        assert (
+            len(parsed(restored(tmp_path / "a.prism", tmp_path / "b.json"))["traceEvents"]) == report.counts["events"]
+        )
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -62,6 +62,8 @@ class _Slot:
     types: tuple[str, ...]
     flow: Flow | None = None
     odd: bool = False
+    index: int = 0
+    has_track: bool = False
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
 
@@ -102,8 +104,8 @@ class ColumnBuilder:
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
-        self._known: dict[Any, int] = {}
-        self._flows: dict[Any, int] = {}
+        self._known: dict[Any, _Slot] = {}
+        self._flows: dict[Any, _Slot] = {}
         self._order: list[int] = []
         self._orders: list[Array] = []
         self._shapes: dict[tuple[int, Shape], int] = {}  # two slots may come to one shape; their rows stay apart
@@ -114,7 +116,7 @@ class ColumnBuilder:
         self._all_tracks: list[list[tuple[Any, Any]]] = []
         self._ends: list[int] = []
         self._num_rows = 0
-        self._last: tuple[int, Any, Any, Any] | None = None
+        self._last: tuple[_Slot, int, dict[str, Any]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -123,21 +125,12 @@ class ColumnBuilder:
 
     def add(self, events: Iterable[Any]) -> None:
         """Appends events to the current document."""
-        slots, known, order = self._slots, self._known, self._order
-        tracks = self._tracks
-        last = self._last
+        known, order, tracks, last = self._known, self._order, self._tracks, self._last
         key: Any
         for event in events:
             try:
                 phase = event.get("ph")
-                if (
-                    last is not None
-                    and phase in _FLOW_PHASES
-                    and event["ts"] == last[1]
-                    and tracks.get((event["pid"].__class__, event["pid"], event["tid"].__class__, event["tid"]))
-                    == last[2]
-                    and self._attach(event, last)
-                ):
+                if last is not None and phase in _FLOW_PHASES and self._attach(event, last):
                     last = None
                     continue
                 args = event.get("args")
@@ -150,23 +143,23 @@ class ColumnBuilder:
                 slot = known.get(key)
                 if slot is None:
                     slot = self._new_slot(event, key)
-                where = slots[slot]
-                track = -1
-                if where.types[-1:] == ("t",):
-                    place = (event["pid"].__class__, event["pid"], event["tid"].__class__, event["tid"])
-                    track = tracks.get(place, -1)
-                    if track < 0:
+                last = None
+                if slot.has_track:
+                    pid, tid = event["pid"], event["tid"]
+                    place = (pid.__class__, pid, tid.__class__, tid)
+                    track = tracks.get(place)
+                    if track is None:
                         track = tracks[place] = len(tracks)
                     values = (*values, track)
-                where.rows.append(values)
+                    if phase == "X":
+                        last = (slot, track, event)
+                slot.rows.append(values)
+                order.append(slot.index)
             except (TypeError, AttributeError, KeyError):
                 slot = self._odd_slot()
-                slots[slot].rows.append((event,))
+                slot.rows.append((event,))
                 last = None
-                order.append(slot)
-                continue
-            order.append(slot)
-            last = (slot, event.get("ts"), track, event) if track >= 0 and phase == "X" else None
+                order.append(slot.index)
         self._last = last
         if len(order) >= ROWS_PER_FLUSH:
             self._flush()
@@ -192,7 +185,12 @@ class ColumnBuilder:
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
-    def _new_slot(self, event: dict[str, Any], key: Any) -> int:
+    def _add_slot(self, slot: _Slot) -> _Slot:
+        slot.index, slot.has_track = len(self._slots), "t" in slot.types
+        self._slots.append(slot)
+        return slot
+
+    def _new_slot(self, event: dict[str, Any], key: Any) -> _Slot:
         keys, args, phase, cat, types = key
         if any(name.startswith("args.") or name in _RESERVED for name in keys):
             raise KeyError("a key that columns are named by")
@@ -213,44 +211,41 @@ class ColumnBuilder:
             keys, args, phase if phase.__class__ is str else None, cat if cat.__class__ is str else None,
             tuple(names), tuple(letters),
         )  # fmt: skip
-        self._slots.append(slot)
-        self._known[key] = len(self._slots) - 1
-        return len(self._slots) - 1
+        self._known[key] = self._add_slot(slot)
+        return slot
 
-    def _odd_slot(self) -> int:
+    def _odd_slot(self) -> _Slot:
         if "odd" not in self._known:
-            self._slots.append(_Slot((), None, None, None, ("event",), ("j",), odd=True))
-            self._known["odd"] = len(self._slots) - 1
+            self._known["odd"] = self._add_slot(_Slot((), None, None, None, ("event",), ("j",), odd=True))
         return self._known["odd"]
 
-    def _attach(self, event: dict[str, Any], last: tuple[int, Any, Any, Any]) -> bool:
+    def _attach(self, event: dict[str, Any], last: tuple[_Slot, int, dict[str, Any]]) -> bool:
         """Puts a flow event into the row before it, where nothing of it gets lost."""
-        index, start, _, host = last
-        if event["ts"].__class__ is not start.__class__ or str(event["ts"]) != str(start):
+        before, track, host = last
+        if "ts" not in event or "ts" not in host or "pid" not in event or "tid" not in event:
+            return False
+        number, pid, tid, time, start = event.get("id"), event["pid"], event["tid"], event["ts"], host["ts"]
+        if self._tracks.get((pid.__class__, pid, tid.__class__, tid)) != track or number.__class__ is not int:
+            return False
+        if time.__class__ is not start.__class__ or str(time) != str(start):
             return False
         args = host.get("args")
-        number = event.get("id")
-        same = args.__class__ is dict and args.get("correlation") == number and number.__class__ is int
-        key = (index, tuple(event), event["ph"], event.get("cat"), event.get("name"), event.get("bp"), same)
+        same = args.__class__ is dict and args.get("correlation") == number and args["correlation"].__class__ is int
+        key = (before.index, tuple(event), event["ph"], event.get("cat"), event.get("name"), event.get("bp"), same)
         slot = self._flows.get(key)
         if slot is None:
-            if not _FLOW_KEYS.issuperset(event) or number.__class__ is not int:
-                return False
             constants = tuple((name, event[name]) for name in event if name not in ("id", "pid", "tid", "ts"))
-            if any(value.__class__ is not str for _, value in constants):
+            if not _FLOW_KEYS.issuperset(event) or any(value.__class__ is not str for _, value in constants):
                 return False
-            before = self._slots[index]
             names, types = before.names, before.types
             if not same:
                 names, types = (*names, "flow"), (*types, "i")
             flow = Flow(tuple(event), constants, same)
-            self._slots.append(_Slot(before.keys, before.args, before.ph, before.cat, names, types, flow))
-            slot = self._flows[key] = len(self._slots) - 1
-        elif number.__class__ is not int:
-            return False
-        row = self._slots[index].rows.pop()
-        self._slots[slot].rows.append(row if same else (*row, number))
-        self._order[-1] = slot
+            slot = self._add_slot(_Slot(before.keys, before.args, before.ph, before.cat, names, types, flow))
+            self._flows[key] = slot
+        row = before.rows.pop()
+        slot.rows.append(row if same else (*row, number))
+        self._order[-1] = slot.index
         return True
 
     # --- columns ------------------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def _filters(size: int, *, text: bool) -> list[dict[str, int]]:
     return [
         {
             "id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": min(dictionary, 1 << 26),
-            "lc": 4 if text else 0, "lp": 0, "pb": 0, "nice_len": 128,
+            "lc": 4 if text else 0, "lp": 0, "pb": 0, "mf": lzma.MF_HC4, "nice_len": 64,
         }
     ]  # fmt: skip
 

@@ -48,7 +48,7 @@ class GzipStream:
                     return b""
                 self._inflate = zlib.decompressobj(wbits=31)
             if not self._pending and not self._fill():
-                self.damage = self.damage or "the gzip data end early"
+                self._end_early()
                 return cast(bytes, self._inflate.flush())
             try:
                 data: bytes = self._inflate.decompress(self._pending, size)
@@ -70,6 +70,9 @@ class GzipStream:
             except EOFError as error:
                 self.damage = str(error)
         return bool(self._pending)
+
+    def _end_early(self) -> None:
+        self.damage = self.damage or "the gzip data end early"
 
     def _rest_is_gzip(self) -> bool:
         """Zeros behind the last member are padding; anything else is damage."""

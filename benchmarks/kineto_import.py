@@ -86,9 +86,8 @@ def main() -> None:
     arguments = parser.parse_args()
     has_peer = importlib.util.find_spec("hta") is not None
     kinds = ["lossless", "default", *(["peer"] if has_peer else [])]
-    print(
-        f"{'file':24} {'gzip -6':>10} {'lossless':>9} {'ratio':>6} {'bar':>4}  seconds and MB: lossless, default, peer; peer/lossless"
-    )
+    heads = f"{'file':24} {'gzip -6':>10} {'lossless':>9} {'ratio':>6} {'bar':>4}"
+    print(f"{heads}  time and memory: lossless; default; peer; peer against lossless")
     with tempfile.TemporaryDirectory() as scratch:
         for name, bar in FILES.items():
             source, output = arguments.folder / name, Path(scratch) / "a.prism"
@@ -114,7 +113,8 @@ def main() -> None:
             shown = "; ".join(f"{seconds:.2f} s {peak / 1e6:.0f} MB" for seconds, peak in figures.values())
             if has_peer:
                 one, peer = figures["lossless"], figures["peer"]
-                shown += f"; {peer[0] / one[0]:.1f}x the time, {peer[1] / one[1]:.1f}x the memory"
+                times, memory = peer[0] / one[0], peer[1] / one[1]
+                shown += f"; {times:.1f}x the time, {memory:.1f}x the memory"
             print(f"{source.name[:24]:24} {packed:10,} {size:9,} {packed / size:6.2f} {bar:4}  {shown}", flush=True)
 
 

@@ -282,7 +282,7 @@ def test_no_damage_raises_anything_but_its_own_errors(data: st.DataObject, lossl
     start = text.index(b"{}, ") + 4
     del text[start : text.index(b"{\n", start)]
     for _ in range(data.draw(st.integers(0, 4))):
-        place = data.draw(st.integers(30, len(text) - 20))
+        place = data.draw(st.integers(start, len(text) - 20))
         text[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=4) | st.sampled_from(WORDS))
     (tmp_path / "rank0.json").write_bytes(text)
     report = convert(tmp_path / "a.prism", tmp_path / "rank0.json", lossless=lossless)

@@ -99,7 +99,8 @@ def understood(job: Job, document: sources.Document, scanner: TraceScanner) -> R
         job.notes.append(f"{document.name}: what stands around the events is no JSON; it is kept as text only")
     top = top if isinstance(top, dict) else {}
     if not found.has_events:
-        raise TraceFormatError("there is no array traceEvents", path=document.name, offset=0)
+        cut = " before the place where the text is cut off or damaged" if found.truncated else ""
+        raise TraceFormatError(f"there is no array traceEvents{cut}", path=document.name, offset=0)
     damage = document.gzip.damage if document.gzip else found.read_error
     if found.truncated or damage:
         lost = (

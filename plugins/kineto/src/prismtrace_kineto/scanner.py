@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import IO, Any, Final
 
 READ_BYTES: Final = 1 << 20
 _MAX_DIGITS: Final = 4000
+_NO_JSON: Final = (ValueError, StopIteration, RecursionError, InvalidOperation)
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _GAP: Final = re.compile(r"[ \t\n\r,]*")
 _CUT: Final = re.compile(r"\}[ \t\n\r]*,[ \t\n\r]*\{")
@@ -47,8 +48,8 @@ def decode(text: str) -> Any:
     """The value of a JSON text with decimals for fractions; raises ValueError."""
     try:
         return _EXACT.decode(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (RecursionError, InvalidOperation) as error:
+        raise ValueError("nested too deeply, or a number of absurd size") from error
 
 
 @dataclass
@@ -121,7 +122,7 @@ class TraceScanner:
         while True:
             try:
                 value, end = _scan_once(self._text, self._at)
-            except (ValueError, StopIteration, RecursionError) as error:
+            except _NO_JSON as error:
                 if self._more():
                     continue
                 raise ValueError(str(error)) from error
@@ -242,7 +243,7 @@ class TraceScanner:
         part = text[start : cut + 1]
         try:
             events: list[Any] = _FAST.decode(f"[{part}]")
-        except (ValueError, RecursionError):
+        except _NO_JSON:
             self._failures += 1
             return None
         self._at = cut + 1
@@ -270,7 +271,7 @@ class TraceScanner:
             begin = self._at
             try:
                 value, end = _scan_once(self._text, begin)
-            except (ValueError, StopIteration, RecursionError):
+            except _NO_JSON:
                 if len(self._text) - begin < _MAX_EVENT and self._more():
                     continue
                 if self._resync(begin):

@@ -9,7 +9,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-EXAMPLE_PLUGIN := $(wildcard plugins/example)
+PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 # One stamp for each torch requirement: asking for another torch sets up again.
 STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.' '-')
 
@@ -34,7 +34,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 pyth
 	fi; \
 	done
 
-$(STAMP): pyproject.toml $(wildcard plugins/example/pyproject.toml)
+$(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@set -eu; \
 	if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 		python=$$($(FIND_PYTHON)); \
@@ -49,9 +49,9 @@ $(STAMP): pyproject.toml $(wildcard plugins/example/pyproject.toml)
 	fi
 	@echo '==> installing $(PRISM_TORCH)'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PRISM_TORCH)
-	@echo '==> installing Prism, its test tools and the example plugin'
+	@echo '==> installing Prism, its test tools and the plugins of this repository'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-		-e '.[test]' $(addprefix -e ,$(EXAMPLE_PLUGIN))
+		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
 	@$(BIN)/python -c 'import torch, prismtrace, prism_sdk; print("==> ready: torch", torch.__version__)'
 	@rm -f $(VENV)/.prism-*
 	@touch $@

@@ -2,8 +2,9 @@
 
     python benchmarks/step_time.py --ranks 8 --sandbox-cpus 2 --repeats 5 -- examples/train_fsdp2_gpt.py
 
-The real job has one CPU a rank; recording, calibration and emulation get `--sandbox-cpus` of the same CPUs.  Prints a
-table and, with --json, the figures.  The error of a repeat is the emulated mean step against the mean of all real runs.
+The real job has one CPU a rank; recording, calibration and emulation get `--sandbox-cpus` of the same CPUs.  A repeat
+is a calibration and an emulation, with a real run before and one after it; its error is the emulated mean step against
+the mean of these two, so that a machine whose speed drifts falsifies as little as can be.  Prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import prismtrace
@@ -55,6 +57,7 @@ def main() -> None:
     parser.add_argument("--emulate-option", action="append", default=[], help="passed to emulate as -O")
     parser.add_argument("--steps", type=int, default=16, help="steps of each run (passed to the script)")
     parser.add_argument("--record-steps", type=int, default=5, help="steps of the recording; its values serve the rest")
+    parser.add_argument("--any-cpus", action="store_true", help="the real job may have fewer CPUs than ranks")
     parser.add_argument("--json", type=Path)
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -62,7 +65,7 @@ def main() -> None:
     recorded, script = [*script, "--steps", str(args.record_steps)], [*script, "--steps", str(args.steps)]
     cpus = sorted(os.sched_getaffinity(0))
     real_cpus, few = cpus[: args.ranks], cpus[: args.sandbox_cpus]
-    if len(real_cpus) < args.ranks:
+    if len(real_cpus) < args.ranks and not args.any_cpus:
         sys.exit(f"{args.ranks} ranks need {args.ranks} CPUs, this process may use {len(cpus)}")
     options = [part for option in args.option for part in ("-O", option)]
     emulate_options = [part for option in args.emulate_option for part in ("-O", option)]
@@ -70,36 +73,41 @@ def main() -> None:
         work = Path(folder)
         bare, graph = str(work / "bare.prism"), str(work / "graph.prism")
         walls = {"record": run(few, "record", "--nproc-per-node", str(args.ranks), "-o", bare, "--", *recorded)}
-        walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
         real: list[list[float]] = []
         emulated: list[list[float]] = []
-        for repeat in range(args.repeats):
+        predicted: list[float] = []
+        for repeat in range(args.repeats + 1):
             path = work / f"real{repeat}.prism"
             launch = ("--nproc-per-node", str(args.ranks), "-o", str(path))
             walls["observe"] = run(real_cpus, "observe", *launch, "--", *script)
             real.append(step_times_ms(path, args.sandbox, args.skip))
+            print(f"real {mean(real[-1]):.3f} ms", flush=True)
+            if repeat == args.repeats:
+                break
+            walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
+            with prismtrace.TraceReader(graph) as reader:
+                predicted.append(float(reader.metadata["calibration.step_ns"]) / 1e6)
             path = work / f"emulated{repeat}.prism"
             walls["emulate"] = run(
                 few, "emulate", "--graph", graph, "--sandbox", str(args.sandbox), "-o", str(path), *emulate_options,
                 "--", *script,
             )  # fmt: skip
             emulated.append(step_times_ms(path, args.sandbox, args.skip))
-            print(f"repeat {repeat}: real {mean(real[-1]):.3f} ms, emulated {mean(emulated[-1]):.3f} ms", flush=True)
+            print(f"emulated {mean(emulated[-1]):.3f} ms, predicted {predicted[-1]:.3f} ms", flush=True)
         runs = [losses(work / f"{kind}0.prism", args.sandbox)[: args.record_steps] for kind in ("real", "emulated")]
         loss_difference = max(abs(a - b) for a, b in zip(*runs, strict=True))
-        with prismtrace.TraceReader(graph) as reader:
-            predicted = float(reader.metadata.get("calibration.step_ns", "nan")) / 1e6
     real_means, emulated_means = [mean(r) for r in real], [mean(e) for e in emulated]
-    reference = mean(real_means)
-    errors = [100 * (value / reference - 1) for value in emulated_means]
-    spread = [100 * (value / reference - 1) for value in real_means]
+    around = [mean(pair) for pair in itertools.pairwise(real_means)]
+    errors = [100 * (value / reference - 1) for value, reference in zip(emulated_means, around, strict=True)]
+    changes = [100 * (after / before - 1) for before, after in itertools.pairwise(real_means)]
     result = {
         "ranks": args.ranks, "sandbox_cpus": args.sandbox_cpus, "script": " ".join(script), "torch": _torch(),
         "machine": f"{platform.machine()}, {os.cpu_count()} CPUs", "real_ms": real_means, "emulated_ms": emulated_means,
         "real_median_ms": [statistics.median(r) for r in real],
         "emulated_median_ms": [statistics.median(e) for e in emulated],
-        "error_percent": errors, "mean_error_percent": 100 * (mean(emulated_means) / reference - 1),
-        "worst_error_percent": max(errors, key=abs), "real_spread_percent": [min(spread), max(spread)],
+        "error_percent": errors, "mean_error_percent": mean(errors), "worst_error_percent": max(errors, key=abs),
+        "predicted_error_percent": mean([100 * (p / r - 1) for p, r in zip(predicted, around, strict=True)]),
+        "real_change_percent": changes, "mean_real_change_percent": mean([abs(change) for change in changes]),
         "predicted_ms": predicted, "largest_loss_difference": loss_difference, "wall_s": walls,
     }  # fmt: skip
     print(json.dumps(result, indent=1))
@@ -107,7 +115,7 @@ def main() -> None:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def mean(values: list[float]) -> float:
+def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 

@@ -1,6 +1,6 @@
 """Runs another training script and writes the durations of its optimizer steps, without Prism's help.
 
-    torchrun --nproc-per-node 2 benchmarks/timed_steps.py times.json examples/train_fsdp2_gpt.py --steps 12
+torchrun --nproc-per-node 2 benchmarks/timed_steps.py times.json examples/train_fsdp2_gpt.py --steps 12
 """
 
 import atexit

@@ -10,6 +10,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── SettingsError              variable, value
     │   ├── WorldSizeError             world_size, required, file
     │   ├── PortInUseError             address, port
+    │   ├── UnknownFormatError         file, known
     │   └── UnknownNameError           kind, name, known
     ├── PluginError                    plugin, distribution                                   (exit 2)
     │   ├── BrokenPluginError          reason
@@ -55,6 +56,7 @@ __all__ = [
     "ScriptNotFoundError",
     "SettingsError",
     "TraceMismatchError",
+    "UnknownFormatError",
     "UnknownNameError",
     "UnreadableError",
     "UnsupportedError",
@@ -161,6 +163,15 @@ class UnknownNameError(UsageError):
         self.name = name
         self.kind = kind
         self.known = tuple(sorted(known))
+
+
+class UnknownFormatError(UsageError):
+    """No importer or exporter fits a file, or more than one does; ``known`` names those that there are."""
+
+    def __init__(self, message: str, *, file: str, known: Sequence[str] = (), hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.file = file
+        self.known = tuple(known)
 
 
 class PluginError(PrismError):

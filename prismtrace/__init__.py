@@ -10,9 +10,16 @@ A map for newcomers, from the inside out:
     index      where everything is, from the footer or by a scan;  source  byte ranges of a file
     writer     TraceWriter;  reader  TraceReader;  assemble  chunks -> one table
     merge      shards -> one file;  recover  whole records of a damaged file
-    validate   contradictions (findings names them, matching looks across ranks);  json_twin  a trace as JSON
+    slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
+    diff       what changed between two traces (structure, alignment, timing, differences do the work)
+    rows       rows as Python values;  sizes  where the bytes go
+    validate   contradictions (findings names them, matching and cycles look across ranks);  json_twin  a trace as JSON
 """
 
+from prismtrace.align import Alignment, ClockCorrection, estimate_clocks
+from prismtrace.diff import diff
+from prismtrace.differences import CATEGORIES as DIFF_CATEGORIES
+from prismtrace.differences import StructureChange, TraceDiff, ValueChange
 from prismtrace.errors import (
     PrismTraceError,
     TraceChecksumError,
@@ -20,6 +27,7 @@ from prismtrace.errors import (
     TraceFormatError,
     TraceLimitError,
     TraceReadError,
+    TraceResultError,
     TraceTruncatedError,
     TraceUnfinishedError,
     TraceUsageError,
@@ -47,6 +55,10 @@ from prismtrace.model import (
 )
 from prismtrace.reader import TraceReader
 from prismtrace.recover import LostRange, RecoverReport, recover
+from prismtrace.redact import RedactReport, redact
+from prismtrace.rows import RowBatch, iter_rows
+from prismtrace.sizes import ColumnSize, FileSizes, file_sizes
+from prismtrace.slicing import SliceReport, slice_trace
 from prismtrace.tables import (
     DictionaryColumn,
     EventTable,
@@ -56,18 +68,24 @@ from prismtrace.tables import (
     TrackTable,
     UnitTable,
 )
+from prismtrace.timing import TimingChange
 from prismtrace.validate import has_errors, validate
 from prismtrace.writer import TraceWriter, payload_digest
 
 __all__ = [
     "ABSENT",
     "ABSENT32",
+    "Alignment",
+    "ClockCorrection",
+    "ColumnSize",
     "ColumnType",
+    "DIFF_CATEGORIES",
     "DType",
     "DictionaryColumn",
     "EventKind",
     "EventTable",
     "FORMAT_VERSION",
+    "FileSizes",
     "Finding",
     "GraphKind",
     "ListColumn",
@@ -77,16 +95,23 @@ __all__ = [
     "PrismTraceError",
     "ProcessGroup",
     "RecoverReport",
+    "RedactReport",
     "ReduceOp",
+    "RowBatch",
     "ScalarTable",
+    "SliceReport",
     "StepTable",
+    "StructureChange",
     "TableKind",
+    "TimingChange",
     "TraceChecksumError",
     "TraceDataError",
+    "TraceDiff",
     "TraceFormatError",
     "TraceLimitError",
     "TraceReadError",
     "TraceReader",
+    "TraceResultError",
     "TraceTruncatedError",
     "TraceUnfinishedError",
     "TraceUsageError",
@@ -97,10 +122,17 @@ __all__ = [
     "TrackTable",
     "UnitKind",
     "UnitTable",
+    "ValueChange",
+    "diff",
+    "estimate_clocks",
+    "file_sizes",
     "has_errors",
+    "iter_rows",
     "merge",
     "payload_digest",
     "recover",
+    "redact",
+    "slice_trace",
     "to_json",
     "validate",
     "write_json",

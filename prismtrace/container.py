@@ -82,7 +82,9 @@ def pack_record(kind: int, meta: bytes, data: Sequence[bytes | memoryview] = ())
 
 
 def parse_frame(raw: bytes | memoryview, *, path: str, offset: int) -> Frame:
-    """The frame at `offset`; the caller has made sure that 32 bytes are there."""
+    """The frame at `offset`, of which `raw` holds the first bytes."""
+    if len(raw) < FRAME_BYTES:
+        raise TraceFormatError(f"{len(raw)} bytes are no record", path=path, offset=offset)
     marker, kind, flags, reserved, meta_length, meta_crc, data_length, data_crc, crc = FRAME.unpack_from(raw)
     if marker != MARKER:
         raise TraceFormatError("no record starts here", path=path, offset=offset)

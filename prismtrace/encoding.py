@@ -115,10 +115,21 @@ def _shuffled(values: NDArray[Any], width: int) -> bytes:
 
 
 def _unshuffled(raw: bytes | memoryview, width: int, count: int) -> NDArray[Any]:
-    data = np.frombuffer(raw, np.uint8, count * width)
+    """Unsigned integers of `width` bytes; a read-only view of `raw` when they are bytes."""
+    planes = np.frombuffer(raw, np.uint8, count * width).reshape(width, count)
     if width == 1:
-        return data
-    return np.ascontiguousarray(data.reshape(width, count).T).reshape(-1).view(f"<u{width}")
+        first: NDArray[Any] = planes[0]
+        return first
+    if width == 8:
+        interleaved = np.empty((count, width), np.uint8)
+        for index in range(width):
+            interleaved[:, index] = planes[index]
+        return interleaved.reshape(-1).view("<u8")
+    values: NDArray[Any] = planes[-1].astype(f"<u{width}")
+    for plane in planes[-2::-1]:
+        values <<= 8
+        values |= plane
+    return values
 
 
 def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -126,8 +137,12 @@ def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
 
 
 def _unzigzag(values: NDArray[Any]) -> NDArray[np.int64]:
-    wide = values.astype(np.uint64)
-    return (wide >> np.uint64(1)).view(np.int64) ^ -(wide & np.uint64(1)).view(np.int64)
+    """A new int64 array; the work is done in the width of `values`."""
+    halves = values >> 1
+    signs = values & 1
+    np.negative(signs, out=signs)
+    halves ^= signs
+    return halves.view(f"<i{values.itemsize}").astype(np.int64, copy=False)
 
 
 _SCALES: Final = (1_000_000, 1000)
@@ -175,12 +190,35 @@ def encode_integers(
 
 def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
     """Encodes int64 values that are large and few: a dictionary and codes."""
-    distinct, codes = np.unique(values, return_inverse=True)
+    distinct, codes = _distinct(values)
     if len(distinct) <= 1 or len(distinct) > len(values) // 4:
         return encode_integers(values, column=column, part=part)
     width = _width_of(len(distinct) - 1)
     raw = distinct.astype("<i8").tobytes() + _shuffled(codes, width)
     return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
+
+
+_HASH_BITS: Final = 12
+_HASH_FACTORS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
+
+
+def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """What np.unique gives with return_inverse. Few distinct values are found by hashing, without sorting all."""
+    for factor in _HASH_FACTORS:
+        slots = (values.view(np.uint64) * np.uint64(factor) >> np.uint64(64 - _HASH_BITS)).view(np.int64)
+        held = np.zeros(1 << _HASH_BITS, np.int64)
+        held[slots] = values
+        if not np.array_equal(held.take(slots), values):
+            continue  # two values share a slot
+        used = np.zeros(1 << _HASH_BITS, np.bool_)
+        used[slots] = True
+        places = np.flatnonzero(used)
+        distinct = held[places]
+        order = np.argsort(distinct)
+        code_of = np.zeros(1 << _HASH_BITS, np.uint16)
+        code_of[places[order]] = np.arange(len(places))
+        return distinct[order], code_of.take(slots)
+    return np.unique(values, return_inverse=True)
 
 
 def encode_floats(values: NDArray[np.float64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
@@ -266,7 +304,9 @@ def decode_integers(
     elif stream.encoding == Encoding.SHUFFLED:
         values = _unshuffled(raw, width, count).view(f"<i{width}").astype(np.int64)
     elif stream.encoding == Encoding.OFFSET:
-        values = _unshuffled(raw, width, count).astype(np.uint64).view(np.int64) + np.int64(stream.base)
+        values = _unshuffled(raw, width, count).astype(np.uint64, copy=False).view(np.int64)
+        if stream.base:
+            values += np.int64(stream.base)
     elif stream.encoding == Encoding.DELTA:
         values = _unzigzag(_unshuffled(raw, width, count))
         np.cumsum(values, out=values)
@@ -274,15 +314,19 @@ def decode_integers(
     elif stream.encoding == Encoding.DIFFERENCE:
         if reference is None or len(reference) != count:
             raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
-        return _unzigzag(_unshuffled(raw, width, count)) * np.int64(stream.scale) + reference
+        values = _unzigzag(_unshuffled(raw, width, count))
+        if stream.scale != 1:
+            values *= np.int64(stream.scale)
+        values += reference
+        return values
     else:
         distinct = np.frombuffer(raw, "<i8", stream.base)
         codes = _unshuffled(memoryview(raw)[stream.base * 8 :], width, count)
         if count and int(codes.max()) >= stream.base:
             raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
-        values = distinct[codes]
+        values = distinct.take(codes)
     if stream.scale != 1:
-        values = values * np.int64(stream.scale)
+        values *= np.int64(stream.scale)
     return values
 
 

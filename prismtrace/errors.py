@@ -5,6 +5,7 @@ Does not print, exit or decide what is an error.
     PrismTraceError
     +-- TraceReadError            the operating system refuses: no such file, no permission, not a regular file
     +-- TraceWriteError           the disk is full, the file exists, the folder is missing ...
+    +-- TraceResultError          a tool's result would not be what was asked for; nothing was written
     +-- TraceUsageError           the caller passed something that cannot be written or read (also a ValueError)
     +-- TraceFormatError          the bytes are not what the specification asks for
         +-- TraceTruncatedError   the file ends too early
@@ -48,6 +49,10 @@ class TraceWriteError(PrismTraceError):
 
 class TraceUsageError(PrismTraceError, ValueError):
     """The caller asked for something that has no meaning in this format."""
+
+
+class TraceResultError(PrismTraceError):
+    """What a tool would write is not what was asked for: a secret is left, clocks cannot be aligned."""
 
 
 class TraceFormatError(PrismTraceError):

@@ -56,6 +56,7 @@ CODES: Final = MappingProxyType(
         "PT031": FindingKind(ERROR, "7.3 Derived edges", "members disagree about the operation of one collective"),
         "PT032": FindingKind(WARNING, "7.3 Derived edges", "not all members have a collective"),
         "PT033": FindingKind(WARNING, "7.3 Derived edges", "a send has no receive, or a receive no send"),
+        "PT034": FindingKind(ERROR, "7.3 Derived edges", "units of several ranks wait for each other in a circle"),
         "PT040": FindingKind(ERROR, "8 Steps and scalars", "steps are repeated, out of order, or of negative length"),
         "PT050": FindingKind(WARNING, "5 Payloads", "a payload is referred to and not in the file"),
     }

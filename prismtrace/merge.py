@@ -1,6 +1,6 @@
 """Joins trace files into one by copying their chunks byte for byte.
 
-Does not decode columns or align clocks.
+Does not decode columns, unless clocks are to be aligned.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace import container, entries, limits, metas
+from prismtrace.align import Alignment, apply_clocks, estimate_clocks
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError, writing
+from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import FORMAT_VERSION, ROLE_RANK, GraphKind, ProcessGroup
+from prismtrace.rewriting import atomic_output
 from prismtrace.source import PathSource, Source
 from prismtrace.writer import WRITER_NAME, RecordFile, append_footer
 
@@ -43,11 +45,14 @@ def merge(
     graph_kind: GraphKind | None = None,
     allow_unfinished: bool = False,
     overwrite: bool = False,
-) -> None:
+    align: str | None = None,
+    drift: bool = False,
+) -> Alignment | None:
     """Writes the contents of all `paths` to `out`, which appears only when it is complete.
 
     Where two inputs hold the same table of the same rank, or the same metadata key, the later input wins; a payload
-    is kept once. One input is open at a time.
+    is kept once. One input is open at a time. With `align` all times are brought onto the clock of the first rank:
+    the chunks are then decoded and written again, and metadata `clock.*` says what was done.
 
     Args:
         paths: finished trace files of one job.
@@ -56,10 +61,16 @@ def merge(
         graph_kind: kind of the result; by default that of the last input.
         allow_unfinished: also takes the whole records of files without an index.
         overwrite: replaces a file that exists.
+        align: "file" when each input has a clock of its own, "rank" when each rank has.
+        drift: the clocks may also run at different speeds.
+
+    Returns:
+        The corrections and their residual; None without `align`.
 
     Raises:
-        TraceUsageError: no inputs.
+        TraceUsageError: no inputs, or one clock only where clocks are to be aligned.
         TraceDataError: two inputs disagree about the world size or the ranks of a group.
+        TraceResultError: clocks cannot be aligned.
         TraceFormatError: an input is broken.
         TraceWriteError: the result cannot be written, or exists.
     """
@@ -72,7 +83,20 @@ def merge(
         raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
     pairs.update(metadata or {})
-    write_merged(target, _merged_header(inputs, graph_kind), inputs, groups, pairs, overwrite=overwrite)
+    header = _merged_header(inputs, graph_kind)
+    if align is None:
+        write_merged(target, header, inputs, groups, pairs, overwrite=overwrite)
+        return None
+    alignment = estimate_clocks(paths, clocks=align, drift=drift, allow_unfinished=allow_unfinished)
+    with atomic_output(target, overwrite=overwrite) as temporary:
+        joined = f"{temporary}.joined"
+        try:
+            write_merged(joined, header, inputs, groups, pairs, overwrite=True)
+            apply_clocks(joined, temporary, alignment)
+        finally:
+            if os.path.lexists(joined):
+                os.unlink(joined)
+    return alignment
 
 
 def write_merged(
@@ -85,25 +109,12 @@ def write_merged(
     overwrite: bool,
 ) -> None:
     """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
-    if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
-    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
-    file = RecordFile(temporary, overwrite=True)
-    try:
-        _write(file, header, inputs, groups, pairs)
-        file.close()
-        with writing(target, what="cannot create"):
-            if overwrite:
-                os.replace(temporary, target)
-            else:
-                os.link(temporary, target)
-                os.unlink(temporary)
-    except BaseException:
-        if not file.closed:
+    with atomic_output(target, overwrite=overwrite) as temporary:
+        file = RecordFile(temporary, overwrite=True)
+        try:
+            _write(file, header, inputs, groups, pairs)
+        finally:
             file.close()
-        if os.path.lexists(temporary):
-            os.unlink(temporary)
-        raise
 
 
 def _survey(

@@ -146,6 +146,13 @@ class TraceReader:
         """The digests of all payloads, in file order."""
         return tuple(self._index.payloads)
 
+    @property
+    def first_ns(self) -> int | None:
+        """The earliest time of all tables, from the index alone; None when there are no times."""
+        entries = self._index.chunk_entries
+        timed = entries["first_ns"][entries["first_ns"] <= entries["last_ns"]]
+        return int(timed.min()) if len(timed) else None
+
     def num_units(self, rank: int) -> int:
         """Number of units of a rank, from the index alone."""
         return self._index.num_rows(TableKind.UNITS, rank)

@@ -71,7 +71,6 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
         finished = False
         for offset, frame, meta in _records(source, start, lost):
             try:
-                _check_data(source, frame, offset)
                 if frame.kind == RecordKind.CHUNK:
                     _check_rows(rows, metas.parse_chunk(meta, path=source.name, offset=offset), offset, source.name)
                 elif frame.kind == RecordKind.FOOTER:
@@ -95,7 +94,7 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
 
 
 def _records(source: Source, offset: int, lost: list[LostRange]) -> Iterator[tuple[int, Frame, bytes]]:
-    """All records whose frame and meta section are whole; what lies between them is added to `lost`."""
+    """All records whose checksums are right; what lies between them is added to `lost`."""
     while offset < source.size:
         try:
             frame, meta = read_meta(source, offset)
@@ -106,8 +105,16 @@ def _records(source: Source, offset: int, lost: list[LostRange]) -> Iterator[tup
             lost.append(LostRange(offset, following, error.message))
             offset = following
             continue
-        yield offset, frame, meta
-        offset += frame.length
+        following = offset + frame.length
+        try:
+            _check_data(source, frame, offset)
+        except TraceChecksumError as error:
+            if following < source.size and not _is_record(source, following):
+                following = _next_record(source, offset + 8)  # bytes are missing: the next record starts earlier
+            lost.append(LostRange(offset, following, error.message))
+        else:
+            yield offset, frame, meta
+        offset = following
 
 
 def _next_record(source: Source, offset: int) -> int:

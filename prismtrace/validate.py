@@ -12,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from prismtrace.cycles import WaitGraph
 from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError
 from prismtrace.findings import CODES, Finding
 from prismtrace.matching import Matching
@@ -67,14 +68,17 @@ def _unreadable(error: PrismTraceError) -> Finding:
 def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
     yield _groups(reader)
     matching = Matching(reader.groups)
+    waits = WaitGraph()
     missing: Counter[bytes] = Counter()
     for rank in reader.ranks:
         try:
-            yield from _rank(reader, rank, matching, missing)
+            yield from _rank(reader, rank, matching, waits, missing)
         except TraceFormatError as error:
             yield [finding("PT003", error.message, f"rank {rank}, byte {error.offset}")]
             matching.incomplete = True
     yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
+    if not matching.incomplete:
+        yield [finding("PT034", cycle.text, f"{len(cycle.ranks)} ranks") for cycle in waits.cycles()]
     for digest, count in missing.items():
         yield [finding("PT050", f"payload {digest.hex()} is not in the file", f"{count} units")]
     if deep:
@@ -99,7 +103,9 @@ def _groups(reader: TraceReader) -> list[Finding]:
     return found
 
 
-def _rank(reader: TraceReader, rank: int, matching: Matching, missing: Counter[bytes]) -> Iterable[list[Finding]]:
+def _rank(
+    reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes]
+) -> Iterable[list[Finding]]:
     for kind in (TableKind.UNITS, TableKind.STEPS, TableKind.SCALARS):
         if gap := reader.missing_rows(kind, rank):
             yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
@@ -113,6 +119,7 @@ def _rank(reader: TraceReader, rank: int, matching: Matching, missing: Counter[b
     check.awaits()
     yield check.found
     matching.add(rank, units)
+    waits.add(rank, units)
     for column in (units.payload_in, units.payload_out):
         used = np.bincount(column.codes[column.codes >= 0], minlength=len(column.values))
         for digest, count in zip(column.values, used.tolist(), strict=True):

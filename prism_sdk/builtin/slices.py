@@ -50,7 +50,7 @@ class Options:
 
 
 class Slices(CalibrationStrategy):
-    """Slice by slice, with medians over steps, waiting stripped from transfers, repeated until nothing changes."""
+    """Slice by slice, with means over steps, waiting stripped from transfers, repeated until nothing changes."""
 
     name = "slices"
     description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"

@@ -105,15 +105,15 @@ def plausible_transfers(graph: JobGraph, measured: Sequence[JobGraph]) -> np.nda
         for row in np.flatnonzero(transfer != ABSENT).tolist():
             if other.columns["kind"][row] not in (UnitKind.COMPUTE, UnitKind.WAIT):
                 exact.setdefault(_key(other, row), []).append(int(transfer[row]))
-    medians = {key: int(np.median(values)) for key, values in exact.items()}
+    means = {key: int(np.mean(values)) for key, values in exact.items()}
     result = np.full(len(graph), _FALLBACK_NS, dtype=np.int64)
     cache: dict[tuple[int, int, int], int] = {}
     kinds = graph.columns["kind"]
     for row in np.flatnonzero((kinds != UnitKind.COMPUTE) & (kinds != UnitKind.WAIT)).tolist():
         key = _key(graph, row)
         if key not in cache:
-            alike = [(abs(k[2] - key[2]), value) for k, value in medians.items() if k[:2] == key[:2]]
-            cache[key] = medians.get(key, min(alike)[1] if alike else _FALLBACK_NS)
+            alike = [(abs(k[2] - key[2]), value) for k, value in means.items() if k[:2] == key[:2]]
+            cache[key] = means.get(key, min(alike)[1] if alike else _FALLBACK_NS)
         result[row] = cache[key]
     return result
 

@@ -31,11 +31,16 @@ _COMMANDS = {
     "Look at results": {
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",
+        "cat": "Print rows of a trace.",
+        "diff": "Say what changed between two traces.",
     },
     "Look after trace files": {
         "validate": "Check a trace file against the format.",
         "recover": "Save what is readable of a file that was cut off or damaged.",
-        "merge": "Join trace files into one.",
+        "merge": "Join trace files into one, also of unequal clocks.",
+        "slice": "Cut ranks, steps or a time window out of a trace.",
+        "redact": "Write a copy without names, paths and payloads.",
+        "convert": "Turn files of another format into a trace, or a trace into another format.",
     },
     "Look after the installation": {
         "plugins": "List plugins, and why one does not load.",
@@ -119,7 +124,10 @@ def _trace_error_code(error: Exception) -> int | None:
     errors = sys.modules.get("prismtrace.errors")  # not imported: the error cannot come from there
     if errors is None or not isinstance(error, errors.PrismTraceError):
         return None
-    return ExitCode.FINDING if isinstance(error, errors.TraceWriteError) else ExitCode.UNREADABLE
+    if isinstance(error, errors.TraceUsageError):
+        return ExitCode.USAGE
+    finding = isinstance(error, errors.TraceWriteError | errors.TraceResultError)
+    return ExitCode.FINDING if finding else ExitCode.UNREADABLE
 
 
 def _debug() -> bool:

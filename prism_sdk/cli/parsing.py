@@ -9,6 +9,7 @@ import glob
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,21 @@ import click
 from prism_sdk.errors import ScriptNotFoundError
 from prism_sdk.runtime.config import StepRange
 
-__all__ = ["KEY_VALUE", "NNODES", "NPROC", "RANKS", "STEPS", "Target", "parse_ranks", "parse_steps", "parse_target"]
+__all__ = [
+    "KEY_VALUE",
+    "NNODES",
+    "NPROC",
+    "RANKS",
+    "STEPS",
+    "STEP_OR_STEPS",
+    "TIME_WINDOW",
+    "Target",
+    "parse_ranks",
+    "parse_step_or_steps",
+    "parse_steps",
+    "parse_target",
+    "parse_time_window",
+]
 
 _MAX_RANKS = 1 << 20
 
@@ -69,6 +84,50 @@ def parse_steps(text: str) -> StepRange:
     if stop is not None and stop <= first:
         raise ValueError(f"{text!r} holds no step: {stop} is not above {first}")
     return StepRange(first, stop)
+
+
+def parse_step_or_steps(text: str) -> StepRange:
+    """``N`` or ``A:B``.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    if ":" in text:
+        return parse_steps(text)
+    step = _number(text, what="a step number", whole=text)
+    return StepRange(step, step + 1)
+
+
+_UNITS_NS = {"ns": 1, "us": 1_000, "ms": 1_000_000, "s": 1_000_000_000}
+
+
+def parse_time_window(text: str) -> tuple[int | None, int | None, bool]:
+    """``A:B`` -> first and last nanosecond (exclusive; None where left out), and whether they carry a unit.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    parts = text.split(":")
+    if len(parts) != 2 or not any(part.strip() for part in parts):
+        raise ValueError(f"{text!r} is not of the form A:B; write 1.5s:2s, or nanoseconds")
+    values: list[int | None] = []
+    units: set[bool] = set()
+    for part in parts:
+        match = re.fullmatch(r"(-?\d+)(\.\d+)?\s*(ns|us|ms|s)?", part.strip())
+        if not part.strip():
+            values.append(None)
+        elif match is None or (match[2] and not match[3]):
+            raise ValueError(f"{part.strip()!r} in {text!r} is no time; write 1.5s, 300ms, 20us, or whole nanoseconds")
+        else:
+            scale = _UNITS_NS[match[3] or "ns"]
+            values.append(round(float(match[1] + match[2]) * scale) if match[2] else int(match[1]) * scale)
+            units.add(match[3] is not None)
+    low, high = values
+    if len(units) > 1:
+        raise ValueError(f"{text!r} has one end with a unit and one without")
+    if low is not None and high is not None and high <= low:
+        raise ValueError(f"{text!r} holds no time: its end is not above its start")
+    return low, high, True in units
 
 
 class _Parsed(click.ParamType[Any]):
@@ -125,6 +184,8 @@ def _nnodes(text: str) -> int:
 
 RANKS = _Parsed("ranks", parse_ranks)
 STEPS = _Parsed("A:B", parse_steps)
+STEP_OR_STEPS = _Parsed("N|A:B", parse_step_or_steps)
+TIME_WINDOW = _Parsed("A:B", parse_time_window)
 KEY_VALUE = _Parsed("key=value", _key_value)
 NPROC = _Parsed("n|auto|cpu|gpu", _nproc)
 NNODES = _Parsed("n", _nnodes)

@@ -4,7 +4,7 @@ It runs no program and needs no torch: numpy columns in, frozen results out.
 
 A map for newcomers, in the order of dependence:
 
-    errors, statistics   what can be wrong with a graph; medians and intervals
+    errors, statistics   what can be wrong with a graph; means and intervals
     job, matching        JobGraph: columns of all ranks, communication joined into events
     timing               schedule(): when every unit starts and ends (the timing model is written there)
     plan, contract       BoundaryPlan: when virtual ranks arrive, without running them

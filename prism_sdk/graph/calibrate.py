@@ -13,7 +13,8 @@ What is measured, by row of a slice (ABSENT where a row cannot say it):
 
 Rows of different steps belong together by (rank, structure of the step, position in the step): the structure is kind,
 operation, group, dtype, counts, peer, tag, and what each wait awaits; without the counts where that finds nothing.
-Medians are taken over the steps behind the warm-up; steps of a structure seen only during the warm-up use those.
+Means are taken over the steps behind the warm-up; steps of a structure seen only during the warm-up use those. Means,
+not medians: durations are skewed to the right, and the medians of the units of a step add up to less than the step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy.typing as npt
 
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.graph.statistics import Interval, median_known, percentile_interval
+from prism_sdk.graph.statistics import Interval, mean_known, percentile_interval
 from prism_sdk.graph.timing import Schedule, Timing, schedule
 from prismtrace import ABSENT, Phase, UnitKind
 
@@ -151,13 +152,13 @@ class _Samples:
         for name in _FIELDS:
             self.values[name].append(getattr(measurement, name)[segment.begin : segment.end])
 
-    def medians(self, drawn: dict[tuple[int, int], int] | None) -> tuple[dict[str, Int64Array], int]:
-        """The median of each weight by row, over the measured steps or (``drawn``) as often as each was drawn."""
+    def means(self, drawn: dict[tuple[int, int], int] | None) -> tuple[dict[str, Int64Array], int]:
+        """The mean of each weight by row, over the measured steps or (``drawn``) as often as each was drawn."""
         usable = [i for i, warm in enumerate(self.is_warm) if not warm] or list(range(len(self.is_warm)))
         if drawn is not None:
             usable = [i for i in usable for _ in range(drawn.get(self.sources[i], 0))] or usable
-        medians = {name: median_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}
-        return medians, len(usable)
+        means = {name: mean_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}
+        return means, len(usable)
 
 
 def _collect(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], _Samples], int]:
@@ -244,10 +245,10 @@ def _merge(
         if key is None:
             continue
         if key not in known:
-            known[key] = samples[key].medians(drawn)
-        medians, count = known[key]
+            known[key] = samples[key].means(drawn)
+        means, count = known[key]
         for name in _FIELDS:
-            found[name][segment.begin : segment.end] = medians[name]
+            found[name][segment.begin : segment.end] = means[name]
         num_samples[segment.begin : segment.end] = count
     if not num_samples.any():
         raise GraphError(f"no slice shows any step of {graph.source}",
@@ -320,7 +321,7 @@ def predict_step_time(
     """The predicted step time with a bootstrap interval; the same seed gives the same interval.
 
     Each resample draws as many measured steps of every slice as it has, with replacement (whole steps, so that units
-    of a step keep their correlation), takes the medians anew and computes the whole timeline. The cost is one
+    of a step keep their correlation), takes the means anew and computes the whole timeline. The cost is one
     ``merge_slices`` each, so give a graph of few steps.
     """
     samples, clipped = _collect(slice_graphs, warmup_steps=warmup_steps)

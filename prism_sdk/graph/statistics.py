@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prismtrace import ABSENT
 
-__all__ = ["Interval", "bootstrap_interval", "median_known", "percentile_interval"]
+__all__ = ["Interval", "bootstrap_interval", "mean_known", "percentile_interval"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -29,17 +29,13 @@ class Interval:
     num_samples: int
 
 
-def median_known(samples: Int64Array) -> Int64Array:
-    """The median down each column of the values that are not ABSENT; ABSENT where there is none. Rounds down."""
-    num_known = (samples != ABSENT).sum(axis=0)
-    # ABSENT is the smallest value, so the known ones come last
-    ordered = np.sort(samples, axis=0)
-    total = len(samples)
-    column = np.arange(samples.shape[1])
-    lower = ordered[np.minimum(total - num_known + np.maximum(num_known - 1, 0) // 2, total - 1), column]
-    upper = ordered[np.minimum(total - num_known + num_known // 2, total - 1), column]
-    median: Int64Array = np.where(num_known > 0, lower + np.where(num_known > 0, upper - lower, 0) // 2, ABSENT)
-    return median
+def mean_known(samples: Int64Array) -> Int64Array:
+    """The mean down each column of the values that are not ABSENT; ABSENT where there is none. Rounds down."""
+    is_known = samples != ABSENT
+    num_known = is_known.sum(axis=0)
+    total = np.where(is_known, samples, 0).sum(axis=0)
+    mean: Int64Array = np.where(num_known > 0, total // np.maximum(num_known, 1), ABSENT)
+    return mean
 
 
 def percentile_interval(

@@ -97,14 +97,14 @@ def test_validate_finds_a_changed_byte(trace: Path, capsys: pytest.CaptureFixtur
 
 def test_recover(unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "saved.prism"
-    assert run(["recover", str(unfinished), "-o", str(output)]) == 0
+    assert run(["recover", str(unfinished), "-o", str(output)]) == 3
     assert "wrote" in capsys.readouterr().out
     with prismtrace.TraceReader(output) as reader:
         assert reader.world_size == 4
     assert run(["recover", str(unfinished), "-o", str(unfinished)]) == 2
     assert run(["recover", str(unfinished), "-o", str(output)]) == 1, "the output exists"
     assert str(output) in capsys.readouterr().err
-    assert run(["recover", str(unfinished), "-o", str(output), "--overwrite", "--json"]) == 0
+    assert run(["recover", str(unfinished), "-o", str(output), "--overwrite", "--json"]) == 3
     values = as_json(capsys)
     assert values["num_rows"] > 0 and values["was_finished"] is False
 

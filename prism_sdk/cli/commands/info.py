@@ -20,8 +20,9 @@ _MAX_ROWS = 16
 @click.command("info")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--all", "show_all", is_flag=True, help="Show every rank and group, not the first 16.")
+@click.option("--sizes", is_flag=True, help="Show where the bytes of the file go, by table and column.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(file: Path, show_all: bool, as_json: bool) -> int:
+def command(file: Path, show_all: bool, sizes: bool, as_json: bool) -> int:
     """Show what a trace holds: its kind, ranks, process groups, steps, and where it comes from.
 
     Files of a run that was cut off are shown as far as they go.
@@ -29,11 +30,14 @@ def command(file: Path, show_all: bool, as_json: bool) -> int:
     \b
     Example:
         prism info real.prism
+        prism info real.prism --sizes
     """
     from prismtrace import TraceReader
 
     with TraceReader(file, allow_unfinished=True) as reader:
         values = describe(reader, file=file)
+        if sizes:
+            values["sizes"] = _sizes(reader)
     if as_json:
         echo_json(values)
     else:
@@ -65,10 +69,45 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
         "finished": not reader.unfinished,
         "num_units": sum(rank["num_units"] for rank in ranks),
         "step_ns_median": medians[len(medians) // 2] if medians else None,
+        "num_events": sum(rank["num_events"] for rank in ranks),
+        "num_tracks": sum(rank["num_tracks"] for rank in ranks),
+        "roles": _roles(reader),
+        "attachments": _attachments(reader),
+        "num_payloads": len(reader.payload_digests),
         "ranks": ranks,
         "groups": groups,
         "metadata": dict(sorted(reader.metadata.items())),
     }
+
+
+def _roles(reader: TraceReader) -> dict[str, Any]:
+    """Role id -> number of ranks; empty where the trace has no roles."""
+    return {str(role): len(ranks) for role, ranks in getattr(reader, "roles", {}).items()}
+
+
+def _attachments(reader: TraceReader) -> dict[str, int]:
+    """Name -> bytes."""
+    digests: dict[str, bytes] = dict(getattr(reader, "attachments", {}))
+    return {name: reader.payload_bytes(digest) for name, digest in digests.items() if reader.has_payload(digest)}
+
+
+def _sizes(reader: TraceReader) -> dict[str, Any]:
+    from prismtrace import file_sizes
+
+    found = file_sizes(reader)
+    return {
+        "file_bytes": found.file_bytes,
+        "payload_bytes": found.payload_bytes,
+        "payload_raw_bytes": found.payload_raw_bytes,
+        "other_bytes": found.other_bytes,
+        "num_rows": found.num_rows,
+        "columns": [vars(column) for column in found.columns],
+    }
+
+
+def _num_rows(reader: TraceReader, rank: int, table: str) -> int:
+    count = getattr(reader, f"num_{table}", None)
+    return int(count(rank)) if count is not None else 0
 
 
 def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
@@ -85,6 +124,8 @@ def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
     return {
         "rank": int(rank),
         "num_units": int(reader.num_units(rank)),
+        "num_events": _num_rows(reader, rank, "events"),
+        "num_tracks": _num_rows(reader, rank, "tracks"),
         "num_steps": len(steps),
         "first_step": int(numbers.min()) if len(steps) else None,
         "last_step": int(numbers.max()) if len(steps) else None,
@@ -105,6 +146,13 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     click.echo(f"{values['file']}: {values['graph_kind']} graph, format {version}, {size}{state}")
     ranks, groups = values["ranks"], values["groups"]
     click.echo(f"ranks: {len(ranks)} of {values['world_size']}, {values['num_units']} units")
+    if values["num_events"] or values["num_tracks"]:
+        click.echo(f"events: {values['num_events']} on {values['num_tracks']} tracks")
+    if values["roles"]:
+        click.echo(f"roles: {len(values['roles'])} for {sum(values['roles'].values())} ranks")
+    if values["attachments"]:
+        named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in values["attachments"].items())
+        click.echo(f"attachments: {named}")
     if values["step_ns_median"] is not None:
         click.echo(f"step: {format_ns(values['step_ns_median'])} (median)")
     rows = []
@@ -126,10 +174,29 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
         ]
         echo_table(("group", "description", "backend", "size", "ranks"), table, right=(3,))
         _show_rest(len(groups) - len(table), what="groups")
+    if "sizes" in values:
+        _show_sizes(values["sizes"], limit=limit)
     if metadata:
         click.echo()
         for key, value in metadata.items():
             click.echo(f"{key} = {_short(value)}")
+
+
+def _show_sizes(sizes: dict[str, Any], *, limit: int | None) -> None:
+    total = max(1, sizes["file_bytes"])
+    columns = sizes["columns"][:limit]
+    rows = [(item["table"], item["column"], item["stored_bytes"], item["raw_bytes"]) for item in columns]
+    if sizes["payload_bytes"]:
+        rows.append(("payloads", "", sizes["payload_bytes"], sizes["payload_raw_bytes"]))
+    rows.append(("index and rest", "", sizes["other_bytes"], sizes["other_bytes"]))
+    shown = []
+    for table, column, stored, raw in sorted(rows, key=lambda row: -row[2]):
+        num_rows = sizes["num_rows"].get(table)
+        per_row = f"{stored / num_rows:.3f}" if num_rows else ""
+        shown.append((table, column, format_bytes(stored), f"{100 * stored / total:.1f} %", per_row, format_bytes(raw)))
+    click.echo()
+    echo_table(("table", "column", "in the file", "share", "bytes a row", "decompressed"), shown, right=(2, 3, 4, 5))
+    _show_rest(len(sizes["columns"]) - len(columns), what="columns")
 
 
 def _show_rest(number: int, *, what: str) -> None:

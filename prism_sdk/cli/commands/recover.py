@@ -20,7 +20,8 @@ from prism_sdk.errors import ExitCode, UsageError
 def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """Save every whole part of a trace file that was cut off or damaged into a new, finished file.
 
-    The damaged file is not changed.
+    The damaged file is not changed. The exit code is 0 when the file was whole, 3 when anything is lost or may be:
+    bytes that could not be used, or an end that was never written.
 
     \b
     Example, after a run was killed:
@@ -31,12 +32,15 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     if output.exists() and file.exists() and output.samefile(file):
         raise UsageError("the output is the damaged file itself", hint="give -o another name")
     report = prismtrace.recover(file, output, overwrite=overwrite)
+    code = ExitCode.OK if report.was_finished and not report.lost else ExitCode.UNREADABLE
     if as_json:
         echo_json({"file": file, "output": output, "lost_bytes": report.lost_bytes, **json_ready(report)})
-        return ExitCode.OK
+        return code
     click.echo(f"wrote {output}: {report.num_rows} rows in {report.num_chunks} chunks, {report.num_payloads} payloads")
     if report.was_finished and not report.lost:
         click.echo("the file was whole: nothing had to be recovered")
     for part in report.lost:
         click.echo(f"lost bytes {part.start} to {part.end} ({format_bytes(part.end - part.start)}): {part.reason}")
-    return ExitCode.OK
+    if not report.was_finished and not report.lost:
+        click.echo(f"the file has no index: what the writer meant to add from byte {file.stat().st_size} on is missing")
+    return code

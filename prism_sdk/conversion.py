@@ -1,0 +1,263 @@
+"""Chooses importers and exporters for a conversion, and runs them so that the output is whole or not there.
+
+It knows no format but the trace itself; formats come with plugins.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from prism_sdk.abc import ConversionReport, TraceExporter, TraceImporter
+from prism_sdk.errors import OutputError, PrismError, UnknownFormatError, UnreadableError, UsageError
+from prism_sdk.plugins import PluginManager
+
+__all__ = ["KNOWN_PLUGINS", "convert", "head_of"]
+
+HEAD_BYTES: Final = 1 << 16
+_TRACE_MAGIC: Final = b"\x89PRSM"
+_PACKED: Final = {
+    b"\x1f\x8b": "gzip, compressed more than once",
+    b"PK\x03\x04": "a zip archive",
+    b"\x28\xb5\x2f\xfd": "zstd-compressed",
+    b"BZh": "bzip2-compressed",
+    b"\xfd7zXZ": "xz-compressed",
+}
+KNOWN_PLUGINS: Final = {
+    "prismtrace-kineto": "PyTorch profiler and Chrome JSON (.json, .json.gz)",
+    "prismtrace-chakra": "Chakra .et and PyTorch execution traces",
+    "prismtrace-flight-recorder": "NCCL flight-recorder dumps",
+    "prismtrace-perfetto": "Perfetto (.perfetto-trace) and Chrome JSON for HolisticTraceAnalysis",
+    "prismtrace-arrow": "Arrow and Parquet",
+}
+"""Distributions of this project that bring formats -> what they bring."""
+
+
+def convert(
+    manager: PluginManager,
+    sources: Sequence[Path],
+    *,
+    output: Path,
+    importer: str | None = None,
+    exporter: str | None = None,
+    options: Mapping[str, str] | None = None,
+    overwrite: bool = False,
+    report: Callable[[str], None],
+) -> tuple[str, ConversionReport]:
+    """Convert ``sources`` to ``output``, by way of a trace where both are of other formats.
+
+    Returns:
+        What was used (``kineto -> trace -> perfetto``), and the report of the last step with the notes of all.
+
+    Raises:
+        UsageError: the choice makes no sense, such as a trace into a trace.
+        UnknownFormatError: nobody, or more than one importer, knows the sources, or nobody writes the output.
+        UnreadableError: a source cannot be read.
+        OutputError: the output exists or cannot be written.
+    """
+    heads = {source: head_of(source) for source in sources}
+    traces = [source for source, head in heads.items() if head.startswith(_TRACE_MAGIC)]
+    _check_output(output, sources, overwrite=overwrite)
+    settings = dict(options or {})
+    if traces and len(sources) > 1:
+        hint = "`prism merge` joins traces; convert the other files alone"
+        raise UsageError(f"{traces[0]} is a trace already, and there are other sources", hint=hint)
+    to_trace = exporter is None and output.suffix == ".prism"
+    if traces:
+        if to_trace or importer is not None:
+            hint = "`prism slice` cuts, `prism compact` shrinks, `prism merge` joins; --to names another format"
+            raise UsageError(f"{traces[0]} is a trace already", hint=hint)
+        writer = _choose_exporter(manager, output, exporter)
+        return f"trace -> {writer.name}", _export(writer, traces[0], output, settings, report, overwrite=overwrite)
+    reader = _choose_importer(manager, heads, importer)
+    if to_trace:
+        return f"{reader.name} -> trace", _import(reader, sources, output, settings, report, overwrite=overwrite)
+    writer = _choose_exporter(manager, output, exporter)
+    with _beside(output, suffix=".prism") as between:
+        first = _import(reader, sources, between, settings, report, overwrite=True)
+        second = _export(writer, between, output, {}, report, overwrite=overwrite)
+    counts = {**{f"import_{name}": number for name, number in first.counts.items()}, **second.counts}
+    notes = (*first.notes, *second.notes)
+    return f"{reader.name} -> trace -> {writer.name}", replace(second, counts=counts, notes=notes)
+
+
+def head_of(source: Path) -> bytes:
+    """The first 64 KiB of a file, decompressed where it is gzip; empty for a folder.
+
+    Raises:
+        UnreadableError: it does not exist, is empty, is neither file nor folder, or may not be read.
+    """
+    try:
+        mode = source.stat().st_mode
+        if stat.S_ISDIR(mode):
+            if not any(source.iterdir()):
+                raise UnreadableError(str(source), reason="the folder is empty")
+            return b""
+        if not stat.S_ISREG(mode):
+            raise UnreadableError(str(source), reason="neither a file nor a folder", hint="write it to a file first")
+        with open(source, "rb") as file:
+            raw = file.read(HEAD_BYTES)
+    except OSError as error:
+        raise UnreadableError(str(source), reason=error.strerror or type(error).__name__) from error
+    if not raw:
+        raise UnreadableError(str(source), reason="the file is empty")
+    if not raw.startswith(b"\x1f\x8b"):
+        return raw
+    try:
+        return zlib.decompressobj(31).decompress(raw, HEAD_BYTES)
+    except zlib.error as error:
+        raise UnreadableError(str(source), reason=f"damaged gzip ({error})") from error
+
+
+def _check_output(output: Path, sources: Sequence[Path], *, overwrite: bool) -> None:
+    for source in sources:
+        if output.exists() and output.samefile(source):
+            raise UsageError(f"the output {output} is one of the sources", hint="give -o another name")
+    if output.is_dir() and any(output.iterdir()):
+        raise OutputError(str(output), reason="it is a folder that is not empty", hint="name a new one")
+    if output.exists() and not output.is_dir() and not overwrite:
+        raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+    if not output.absolute().parent.is_dir():
+        raise OutputError(str(output), reason=f"there is no folder {output.absolute().parent}")
+
+
+def _installed(kind: str, known: Mapping[str, Any]) -> str:
+    listing = "; ".join(f"{name} ({item.description})" for name, item in sorted(known.items()))
+    return f"installed {kind}: {listing or 'none'}"
+
+
+def _to_install(manager: PluginManager) -> str:
+    records = manager.records()
+    present = {record.distribution for record in records}
+    missing = [f"{name} for {what}" for name, what in KNOWN_PLUGINS.items() if name not in present]
+    broken = [f"{record.name} is broken: {record.reason}" for record in records if record.status == "broken"]
+    return "; ".join([*(["to install: " + ", ".join(missing)] if missing else []), *broken])
+
+
+def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: str | None) -> TraceImporter:
+    if name is not None:
+        return manager.importer(name)
+    known = manager.importers()
+    chosen: dict[Path, list[str]] = {}
+    for source, head in heads.items():
+        chosen[source] = [found for found, item in known.items() if _recognises(item, source, head)]
+    advice = "\n  ".join(part for part in (_installed("importers", known), _to_install(manager)) if part)
+    for source, names in chosen.items():
+        if not names:
+            packed = next((what for magic, what in _PACKED.items() if heads[source].startswith(magic)), None)
+            what = f"{source} is {packed}; unpack it first" if packed else f"no importer recognises {source}"
+            raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice)
+    common = set.intersection(*(set(names) for names in chosen.values()))
+    if len(common) == 1:
+        return known[common.pop()]
+    if common:
+        listing = ", ".join(sorted(common))
+        first = next(iter(chosen))
+        message = f"more than one importer recognises {first}: {listing}"
+        raise UnknownFormatError(message, file=str(first), known=tuple(sorted(common)), hint="say which: --from NAME")
+    listing = "; ".join(f"{source}: {', '.join(names)}" for source, names in list(chosen.items())[:4])
+    message = f"the sources are of different formats ({listing})"
+    raise UnknownFormatError(message, file=str(next(iter(chosen))), known=tuple(known), hint="convert them one by one")
+
+
+def _recognises(importer: TraceImporter, source: Path, head: bytes) -> bool:
+    try:
+        return bool(importer.recognises(source, head))
+    except Exception:
+        return False
+
+
+def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> TraceExporter:
+    if name is not None:
+        return manager.exporter(name)
+    known = manager.exporters()
+    endings = [(suffix, found) for found, item in known.items() for suffix in item.suffixes]
+    matches = [(len(suffix), found) for suffix, found in endings if output.name.endswith(suffix)]
+    longest = max((length for length, _ in matches), default=0)
+    names = sorted({found for length, found in matches if length == longest})
+    if len(names) == 1:
+        return known[names[0]]
+    if names:
+        message = f"more than one exporter writes {output.name}: {', '.join(names)}"
+        raise UnknownFormatError(message, file=str(output), known=tuple(names), hint="say which: --to NAME")
+    listing = ", ".join(sorted({suffix for suffix, _ in endings} | {".prism"}))
+    advice = "\n  ".join(part for part in (_installed("exporters", known), _to_install(manager)) if part)
+    message = f"no exporter writes {output.name} (known endings: {listing})"
+    raise UnknownFormatError(message, file=str(output), known=tuple(known), hint=advice)
+
+
+def _import(
+    importer: TraceImporter,
+    sources: Sequence[Path],
+    output: Path,
+    options: Mapping[str, str],
+    report: Callable[[str], None],
+    *,
+    overwrite: bool,
+) -> ConversionReport:
+    with _beside(output) as temporary:
+        with _plugin_errors(f"the importer {importer.name!r}", str(sources[0])):
+            done = importer.import_trace(sources, output=temporary, options=options, report=report)
+        _put(temporary, output, overwrite=overwrite)
+    return replace(done, output=output)
+
+
+def _export(
+    exporter: TraceExporter,
+    source: Path,
+    output: Path,
+    options: Mapping[str, str],
+    report: Callable[[str], None],
+    *,
+    overwrite: bool,
+) -> ConversionReport:
+    with _beside(output) as temporary:
+        with _plugin_errors(f"the exporter {exporter.name!r}", str(source)):
+            done = exporter.export_trace(source, output=temporary, options=options, report=report)
+        _put(temporary, output, overwrite=overwrite)
+    return replace(done, output=output)
+
+
+@contextmanager
+def _plugin_errors(who: str, file: str) -> Iterator[None]:
+    """A plugin that raises something of its own becomes one message that names it."""
+    from prismtrace import PrismTraceError
+
+    try:
+        yield
+    except (PrismError, PrismTraceError):
+        raise
+    except Exception as error:
+        reason = f"{who} failed on it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise UnreadableError(file, reason=reason.rstrip(": "), hint="PRISM_DEBUG=1 shows where") from error
+
+
+@contextmanager
+def _beside(output: Path, *, suffix: str = "") -> Iterator[Path]:
+    """A private name in the folder of the output that keeps its endings; whatever is left there is removed."""
+    temporary = output.with_name(f".tmp{os.getpid()}.{output.name}{suffix}")
+    try:
+        yield temporary
+    finally:
+        if temporary.is_dir() and not temporary.is_symlink():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def _put(temporary: Path, output: Path, *, overwrite: bool) -> None:
+    if not temporary.exists():
+        raise OutputError(str(output), reason="the plugin wrote nothing")
+    try:
+        if output.exists() and not output.is_dir() and not overwrite:
+            raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+        os.replace(temporary, output)
+    except OSError as error:
+        raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error

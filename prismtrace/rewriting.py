@@ -1,0 +1,166 @@
+"""Writes changed copies of a trace: tables by kind, rows by mask, and an output that appears only when it is complete.
+
+Does not know what is changed; `slicing`, `redact` and `align` do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
+from prismtrace.model import ABSENT, ABSENT32, GraphKind, TableKind
+from prismtrace.reader import TraceReader
+from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
+from prismtrace.writer import TraceWriter
+
+ATTACHMENT_PREFIX: Final = "attachment."
+TIME_COLUMNS: Final = frozenset({"start_ns", "end_ns"})
+"""Columns that hold points in time, in every table; all other `_ns` columns are durations."""
+
+TABLES: Final = tuple(kind for kind in TableKind if kind is not TableKind.UNSPECIFIED)
+
+
+def read_table(reader: TraceReader, kind: TableKind, rank: int) -> Table:
+    """One whole table of a rank; empty when the rank has none."""
+    table: Table = getattr(reader, kind.name.lower())(rank)
+    return table
+
+
+def iter_tables(reader: TraceReader, kind: TableKind, rank: int) -> Iterator[Table]:
+    """A table of a rank, part by part where the reader can (in bounded memory)."""
+    parts = getattr(reader, f"iter_{kind.name.lower()}", None)
+    if parts is not None:
+        yield from parts(rank)
+    else:
+        table = read_table(reader, kind, rank)
+        if len(table):
+            yield table
+
+
+def add_rows(writer: TraceWriter, kind: TableKind, rank: int, columns: Mapping[str, Column]) -> None:
+    """Appends rows to the table of a rank."""
+    getattr(writer, f"add_{kind.name.lower()}")(rank, columns)
+
+
+def take(column: Column, rows: NDArray[Any]) -> Column:
+    """The rows of a column that an index or mask array selects."""
+    return column[rows] if isinstance(column, np.ndarray) else column.take(rows)
+
+
+def present(column: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which rows of an optional integer column have a value."""
+    absent = ABSENT32 if column.dtype == np.int32 else ABSENT
+    return np.asarray(column != absent)
+
+
+def used_values(column: Column) -> list[Any]:
+    """The distinct strings or digests that some row of the column has."""
+    if not isinstance(column, DictionaryColumn):
+        return []
+    codes = np.unique(column.codes)
+    return [column.values[code] for code in codes[codes >= 0].tolist()]
+
+
+def is_digest_column(column: Column) -> bool:
+    """Whether the column holds digests."""
+    return isinstance(column, DictionaryColumn) and bool(column.values) and isinstance(column.values[0], bytes)
+
+
+def is_text_column(column: Column) -> bool:
+    """Whether the column holds strings."""
+    return isinstance(column, DictionaryColumn) and bool(column.values) and isinstance(column.values[0], str)
+
+
+def attachment_digest(reader: TraceReader, key: str, value: str) -> bytes | None:
+    """The payload that a metadata entry names, if it is an attachment that the file holds."""
+    if not key.startswith(ATTACHMENT_PREFIX):
+        return None
+    try:
+        digest = bytes.fromhex(value.strip())
+    except ValueError:
+        return None
+    return digest if reader.has_payload(digest) else None
+
+
+def copy_payload(reader: TraceReader, writer: TraceWriter, digest: bytes) -> None:
+    """Copies a payload; one whose bytes have another digest is refused."""
+    if writer.add_payload(reader.payload(digest)) != digest:
+        raise TraceDataError(f"payload {digest.hex()} has other bytes than its name says", path=reader.path)
+
+
+@contextmanager
+def new_trace(
+    target: str | os.PathLike[str],
+    *,
+    like: TraceReader,
+    metadata: Mapping[str, str] | None = None,
+    graph_kind: GraphKind | None = None,
+    overwrite: bool = False,
+) -> Iterator[TraceWriter]:
+    """A writer for a trace of the same job as `like`; `target` appears when the block ends without an error."""
+    path = os.fspath(target)
+    with atomic_output(path, overwrite=overwrite) as temporary:
+        writer = TraceWriter(
+            temporary,
+            graph_kind=like.graph_kind if graph_kind is None else graph_kind,
+            world_size=like.world_size,
+            metadata=metadata,
+        )
+        try:
+            yield writer
+            writer.close()
+        except BaseException:
+            writer.abandon()
+            raise
+
+
+@contextmanager
+def atomic_output(target: str, *, overwrite: bool) -> Iterator[str]:
+    """A temporary name beside `target`; what was written there gets the name `target` when the block ends well."""
+    if os.path.lexists(target) and not overwrite:
+        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+    if os.path.isdir(target):
+        raise TraceWriteError("is a folder", path=target)
+    temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
+    with writing(target, what="cannot create"):
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+    try:
+        yield temporary
+        with writing(target, what="cannot create"):
+            if overwrite:
+                os.replace(temporary, target)
+            else:
+                os.link(temporary, target)
+                os.unlink(temporary)
+    except BaseException:
+        if os.path.lexists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+def check_ranks(reader: TraceReader, ranks: Any) -> tuple[int, ...]:
+    """The ranks asked for, all of which must have data; every rank with data when nothing was asked."""
+    if ranks is None:
+        return reader.ranks
+    wanted = tuple(sorted(set(ranks)))
+    strange = sorted(set(wanted) - set(reader.ranks))
+    if strange:
+        have = f"{reader.ranks[0]} .. {reader.ranks[-1]}" if reader.ranks else "none"
+        raise TraceUsageError(f"{reader.path}: rank {strange[0]} has no data; ranks with data: {have}")
+    return wanted
+
+
+def column_bytes(column: Column) -> int:
+    """Bytes of a column in memory."""
+    if isinstance(column, DictionaryColumn):
+        return column.codes.nbytes
+    if isinstance(column, ListColumn):
+        return column.values.nbytes + column.offsets.nbytes
+    return column.nbytes

@@ -1,0 +1,81 @@
+"""Files of a hostile writer, with checksums that are right: named errors only, in bounded time and memory.
+
+What both readers accept they read alike. benchmarks/fuzz_trace.py --structure does the same at length.
+"""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+from pathlib import Path
+
+import pytest
+from foreign_reader import Refused
+from foreign_reader import read as foreign_read
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trace_edits import FOOTER, Record, edited, put_together, take_apart
+from trace_faults import Memory, check_hostile, everything
+
+import prismtrace
+from prismtrace import PrismTraceError, TraceFormatError, TraceReader
+
+VECTORS = Path(prismtrace.__file__).resolve().parents[1] / "spec/conformance/valid"
+NAMES = sorted(path.stem for path in VECTORS.glob("*.prism"))
+
+
+def load(name: str) -> tuple[list[Record], bytes]:
+    raw = (VECTORS / f"{name}.prism").read_bytes()
+    return take_apart(raw), raw[:8]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_taking_apart_and_putting_together_changes_nothing(name: str) -> None:
+    records, magic = load(name)
+    raw = put_together(records, magic, finished=True)
+    assert prismtrace.to_json(io.BytesIO(raw)) == prismtrace.to_json(VECTORS / f"{name}.prism")
+    with TraceReader(io.BytesIO(put_together(records, magic, finished=False)), allow_unfinished=True) as reader:
+        assert reader.unfinished
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=120, deadline=None)
+@given(rng=st.randoms(use_true_random=False), finished=st.booleans())
+def test_hostile_structure(name: str, rng: random.Random, finished: bool) -> None:
+    records, magic = load(name)
+    raw = put_together(edited(records, rng), magic, finished=finished)
+    result = check_hostile(raw, Memory(), allow_unfinished=not finished)
+    assert not result.outcome.is_fault, result
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_both_readers_accept_they_read_alike(name: str, tmp_path: Path) -> None:
+    records, magic = load(name)
+    rng = random.Random(5)
+    bad, saved = tmp_path / "bad.prism", tmp_path / "saved.prism"
+    agreed = 0
+    for number in range(80):
+        bad.write_bytes(put_together(edited(records, rng), magic, finished=False))
+        try:
+            prismtrace.recover(bad, saved, overwrite=True)
+            everything(saved, max_result_bytes=1 << 20)  # the second reader is slow: no large tables
+            assert foreign_read(saved.read_bytes()) == prismtrace.to_json(saved), number
+            agreed += 1
+        except (PrismTraceError, Refused):
+            continue
+    assert agreed > 10
+
+
+def test_an_index_entry_too_short_for_a_record() -> None:
+    records, magic = load("one_rank")
+    footer = next(record for record in records if record.kind == FOOTER)
+    good = put_together(records, magic, finished=True)
+    chunk = next(i for i in range(8, len(good), 8) if good[i : i + 5] == b"\xf6PRc\x02")
+    place = bytes(footer.meta).index(struct.pack("<Q", chunk)) + 8
+    for length in (0, 8, 31):
+        footer.meta[place : place + 8] = struct.pack("<Q", length)
+        with TraceReader(io.BytesIO(put_together(records, magic, finished=True))) as reader:
+            with pytest.raises(TraceFormatError) as caught:
+                reader.units(reader.ranks[0])
+            assert caught.value.offset == chunk

@@ -19,7 +19,7 @@ from prism_sdk.abc import ConversionReport, TraceExporter, TraceImporter
 from prism_sdk.errors import OutputError, PrismError, UnknownFormatError, UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
 
-__all__ = ["KNOWN_PLUGINS", "convert", "head_of"]
+__all__ = ["KNOWN_PLUGINS", "convert", "head_of", "to_install"]
 
 HEAD_BYTES: Final = 1 << 16
 _TRACE_MAGIC: Final = b"\x89PRSM"
@@ -133,7 +133,8 @@ def _installed(kind: str, known: Mapping[str, Any]) -> str:
     return f"installed {kind}: {listing or 'none'}"
 
 
-def _to_install(manager: PluginManager) -> str:
+def to_install(manager: PluginManager) -> str:
+    """Which plugins of this project are not installed, and which are broken; empty when there is nothing to say."""
     records = manager.records()
     present = {record.distribution for record in records}
     missing = [f"{name} for {what}" for name, what in KNOWN_PLUGINS.items() if name not in present]
@@ -148,7 +149,7 @@ def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: 
     chosen: dict[Path, list[str]] = {}
     for source, head in heads.items():
         chosen[source] = [found for found, item in known.items() if _recognises(item, source, head)]
-    advice = "\n  ".join(part for part in (_installed("importers", known), _to_install(manager)) if part)
+    advice = "\n  ".join(part for part in (_installed("importers", known), to_install(manager)) if part)
     for source, names in chosen.items():
         if not names:
             packed = next((what for magic, what in _PACKED.items() if heads[source].startswith(magic)), None)
@@ -188,7 +189,7 @@ def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> 
         message = f"more than one exporter writes {output.name}: {', '.join(names)}"
         raise UnknownFormatError(message, file=str(output), known=tuple(names), hint="say which: --to NAME")
     listing = ", ".join(sorted({suffix for suffix, _ in endings} | {".prism"}))
-    advice = "\n  ".join(part for part in (_installed("exporters", known), _to_install(manager)) if part)
+    advice = "\n  ".join(part for part in (_installed("exporters", known), to_install(manager)) if part)
     message = f"no exporter writes {output.name} (known endings: {listing})"
     raise UnknownFormatError(message, file=str(output), known=tuple(known), hint=advice)
 

@@ -228,10 +228,9 @@ def _observations(tables: list[_Times], clock: NDArray[np.int64], num_clocks: in
     np.maximum.at(high, event, clocks)
     shared = (low != high)[event]
     _, event = np.unique(event[shared], return_inverse=True)
-    base = np.zeros(num_clocks, np.int64)
-    for number in range(num_clocks):
-        mine = ends[shared][clocks[shared] == number]
-        base[number] = mine.min() if len(mine) else 0
+    base = np.full(num_clocks, np.iinfo(np.int64).max)
+    np.minimum.at(base, clocks[shared], ends[shared])
+    base[base == np.iinfo(np.int64).max] = 0
     return Observations(event.astype(np.int64), clocks[shared], member[shared], ends[shared], base)
 
 

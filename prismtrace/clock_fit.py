@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
 
-_ROUNDS: Final = 4
-_OUTLIER: Final = 8.0
+_ROUNDS: Final = 12
+_OUTLIER: Final = 5.0
 _MAX_ITERATIONS: Final = 2000
 
 
@@ -76,19 +76,16 @@ def fit(seen: Observations, *, drift: bool) -> Fit:
     times = (seen.end_ns + rough[seen.clock] - (seen.base_ns[0] + rough[0])).astype(np.float64)
     before = (seen.end_ns - seen.base_ns[0]).astype(np.float64)
     before -= _means(before, seen.event, np.ones(len(before)), seen.num_events)[seen.event]
-    weight = np.ones(len(times))
     scale = max(1.0, float(since.max(initial=1.0)))
+    scaled = since / scale if drift else None
     solution = np.zeros(2 * seen.num_clocks)
+    # the rough offsets are medians: what is far off after them is an outlier, which squares would make too much of
+    weight = _trimmed(seen, _residual(seen, times, scaled, solution, np.ones(len(times))))
     residual = times
     for _ in range(_ROUNDS):
-        solution = _solve(seen, times, since / scale if drift else None, weight)
-        residual = _residual(seen, times, since / scale if drift else None, solution, weight)
-        limit = _OUTLIER * 1.4826 * max(float(np.median(np.abs(residual))), 1.0)
-        fresh = (np.abs(residual) <= limit).astype(np.float64)
-        # an event of which only one time is left says nothing; keep clocks connected: never drop a clock's last times
-        kept = np.bincount(seen.clock, fresh, seen.num_clocks)
-        total = np.bincount(seen.clock, minlength=seen.num_clocks)
-        fresh[(kept < 0.5 * total)[seen.clock]] = 1.0
+        solution = _solve(seen, times, scaled, weight)
+        residual = _residual(seen, times, scaled, solution, weight)
+        fresh = _trimmed(seen, residual)
         if np.array_equal(fresh, weight):
             break
         weight = fresh
@@ -100,6 +97,16 @@ def fit(seen: Observations, *, drift: bool) -> Fit:
     return Fit(offset_ns, drifts, residual, before, int(np.count_nonzero(weight == 0.0)))
 
 
+def _trimmed(seen: Observations, residual: Floats) -> Floats:
+    """Weight 0 for outliers, 1 for the others; a clock never loses more than half of its observations."""
+    limit = _OUTLIER * 1.4826 * max(float(np.median(np.abs(residual))), 1.0)
+    weight = (np.abs(residual) <= limit).astype(np.float64)
+    kept = np.bincount(seen.clock, weight, seen.num_clocks)
+    total = np.bincount(seen.clock, minlength=seen.num_clocks)
+    weight[(kept < 0.5 * total)[seen.clock]] = 1.0
+    return weight
+
+
 def _rough_offsets(seen: Observations) -> Integers:
     """Integer offsets along a spanning tree, by medians: exact arithmetic for clocks that are years apart."""
     offset = np.zeros(seen.num_clocks, np.int64)
@@ -109,21 +116,21 @@ def _rough_offsets(seen: Observations) -> Integers:
         known = done[seen.clock]
         first = np.full(seen.num_events, np.iinfo(np.int64).max)
         np.minimum.at(first, seen.event[known], (seen.end_ns + offset[seen.clock])[known])
-        usable = ~known & (first[seen.event] != np.iinfo(np.int64).max)
-        fresh = np.unique(seen.clock[usable]).tolist()
-        if not fresh:
+        usable = np.flatnonzero(~known & (first[seen.event] != np.iinfo(np.int64).max))
+        if not len(usable):
             return offset
-        for clock in fresh:
-            mine = usable & (seen.clock == clock)
-            gaps = first[seen.event[mine]] - seen.end_ns[mine]
-            offset[clock] = np.sort(gaps)[len(gaps) // 2]
+        gaps = first[seen.event[usable]] - seen.end_ns[usable]
+        order = np.lexsort((gaps, seen.clock[usable]))
+        fresh, start, count = np.unique(seen.clock[usable][order], return_index=True, return_counts=True)
+        offset[fresh] = gaps[order][start + count // 2]
         done[fresh] = True
 
 
 def _means(values: Floats, event: Integers, weight: Floats, num_events: int) -> Floats:
+    """Weighted mean of each event; the plain one where all of its weights are 0."""
     total = np.bincount(event, weight, num_events)
-    sums = np.bincount(event, weight * values, num_events)
-    return np.divide(sums, total, out=np.zeros(num_events), where=total > 0)
+    weight = np.where((total == 0)[event], 1.0, weight)
+    return np.bincount(event, weight * values, num_events) / np.bincount(event, weight, num_events)
 
 
 def _residual(seen: Observations, times: Floats, since: Floats | None, solution: Floats, weight: Floats) -> Floats:

@@ -84,7 +84,7 @@ class _Diff:
         a, b, found = self._a, self._b, self._found
         self._facts()
         common = sorted(set(a.ranks) & set(b.ranks))
-        identical = {rank for rank in common if self._same_bytes(rank)}
+        identical = set(common) if self._same_file() else {rank for rank in common if self._same_bytes(rank)}
         for rank in common:
             if rank not in identical:
                 self._rank(rank)
@@ -140,14 +140,20 @@ class _Diff:
             elif (before.name, before.backend) != (after.name, after.backend):
                 self._found.add("groups", f"group {before.name}", group_text(before), group_text(after))
 
+    def _same_file(self) -> bool:
+        """Whether all chunks of both files, those of roles too, are the same bytes in the same order."""
+        a, b = (reader._index.chunk_entries for reader in (self._a, self._b))
+        same = len(a) == len(b) and not any((a[name] != b[name]).any() for name in _IDENTITY)
+        return same and dict(self._a.groups) == dict(self._b.groups)
+
     def _same_bytes(self, rank: int) -> bool:
-        """Whether all tables of a rank are the same bytes in both files (roles may differ: then it is decoded)."""
-        if any(getattr(reader, "roles", None) for reader in (self._a, self._b)):
-            return False
+        """Whether the tables of a rank are the same bytes in both files; those of roles are decoded."""
         if dict(self._a.groups) != dict(self._b.groups):
             return False
         for kind in TABLES:
             mine, other = (reader._index.entries(kind, rank) for reader in (self._a, self._b))
+            if mine["role"].any() or other["role"].any():
+                return False
             if len(mine) != len(other) or any((mine[name] != other[name]).any() for name in _IDENTITY):
                 return False
         return True

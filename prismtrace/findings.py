@@ -58,7 +58,11 @@ CODES: Final = MappingProxyType(
         "PT033": FindingKind(WARNING, "7.3 Derived edges", "a send has no receive, or a receive no send"),
         "PT034": FindingKind(ERROR, "7.3 Derived edges", "units of several ranks wait for each other in a circle"),
         "PT040": FindingKind(ERROR, "8 Steps and scalars", "steps are repeated, out of order, or of negative length"),
+        "PT041": FindingKind(ERROR, "8.1 Events and tracks", "an event ends before it starts"),
+        "PT042": FindingKind(ERROR, "8.1 Events and tracks", "an event lies on a track that its rank does not have"),
+        "PT043": FindingKind(ERROR, "8.1 Events and tracks", "an event belongs to a unit that its rank does not have"),
         "PT050": FindingKind(WARNING, "5 Payloads", "a payload is referred to and not in the file"),
+        "PT051": FindingKind(ERROR, "5 Payloads", "an attachment is named and not in the file"),
     }
 )
 """Every code. A code is never reused for something else."""

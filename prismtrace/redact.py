@@ -21,7 +21,6 @@ from prismtrace.model import ProcessGroup, TableKind
 from prismtrace.pseudonyms import Pseudonymiser, boundary, remains
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import (
-    ATTACHMENT_PREFIX,
     TABLES,
     add_rows,
     copy_payload,
@@ -33,7 +32,7 @@ from prismtrace.rewriting import (
 )
 from prismtrace.source import PathSource, TraceInput
 from prismtrace.tables import Column, DictionaryColumn
-from prismtrace.writer import TraceWriter
+from prismtrace.writer import ATTACHMENT_PREFIX, TraceWriter
 
 REDACTED: Final = (
     "metadata: paths, URLs, e-mail and IP addresses, names of hosts and users; the command line but for its flags and "
@@ -123,7 +122,7 @@ def redact(
             len(job.texts),
             sum(before != after for before, after in job.texts.items()),
             0 if keep_payloads else len(reader.payload_digests),
-            0 if keep_payloads else sum(name.startswith(ATTACHMENT_PREFIX) for name in reader.metadata),
+            0 if keep_payloads else len(reader.attachments),
             checked,
             key is not None,
         )

@@ -13,15 +13,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from prismtrace.assemble import concatenate
 from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
-from prismtrace.model import ABSENT, ABSENT32, GraphKind, TableKind
+from prismtrace.model import ABSENT, ABSENT32, COLUMNS, GraphKind, TableKind
 from prismtrace.reader import TraceReader
-from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
+from prismtrace.tables import (
+    Column,
+    DictionaryColumn,
+    EventTable,
+    ScalarTable,
+    StepTable,
+    Table,
+    TrackTable,
+    UnitTable,
+)
 from prismtrace.writer import TraceWriter
 
-ATTACHMENT_PREFIX: Final = "attachment."
 TIME_COLUMNS: Final = frozenset({"start_ns", "end_ns"})
 """Columns that hold points in time, in every table; all other `_ns` columns are durations."""
+
+_CLASSES: Final[dict[TableKind, type[Table]]] = {
+    kind.table: kind for kind in (UnitTable, StepTable, ScalarTable, EventTable, TrackTable)
+}
 
 TABLES: Final = tuple(kind for kind in TableKind if kind is not TableKind.UNSPECIFIED)
 
@@ -33,14 +46,10 @@ def read_table(reader: TraceReader, kind: TableKind, rank: int) -> Table:
 
 
 def iter_tables(reader: TraceReader, kind: TableKind, rank: int) -> Iterator[Table]:
-    """A table of a rank, part by part where the reader can (in bounded memory)."""
-    parts = getattr(reader, f"iter_{kind.name.lower()}", None)
-    if parts is not None:
-        yield from parts(rank)
-    else:
-        table = read_table(reader, kind, rank)
-        if len(table):
-            yield table
+    """A table of a rank chunk by chunk, in bounded memory."""
+    specs, table = list(COLUMNS[kind]), _CLASSES[kind]
+    for part in reader._parts(kind, rank, specs, None, None):
+        yield concatenate(table, rank, specs, [part], selected=None, path=reader.path)
 
 
 def add_rows(writer: TraceWriter, kind: TableKind, rank: int, columns: Mapping[str, Column]) -> None:
@@ -75,17 +84,6 @@ def is_digest_column(column: Column) -> bool:
 def is_text_column(column: Column) -> bool:
     """Whether the column holds strings."""
     return isinstance(column, DictionaryColumn) and bool(column.values) and isinstance(column.values[0], str)
-
-
-def attachment_digest(reader: TraceReader, key: str, value: str) -> bytes | None:
-    """The payload that a metadata entry names, if it is an attachment that the file holds."""
-    if not key.startswith(ATTACHMENT_PREFIX):
-        return None
-    try:
-        digest = bytes.fromhex(value.strip())
-    except ValueError:
-        return None
-    return digest if reader.has_payload(digest) else None
 
 
 def copy_payload(reader: TraceReader, writer: TraceWriter, digest: bytes) -> None:
@@ -155,12 +153,3 @@ def check_ranks(reader: TraceReader, ranks: Any) -> tuple[int, ...]:
         have = f"{reader.ranks[0]} .. {reader.ranks[-1]}" if reader.ranks else "none"
         raise TraceUsageError(f"{reader.path}: rank {strange[0]} has no data; ranks with data: {have}")
     return wanted
-
-
-def column_bytes(column: Column) -> int:
-    """Bytes of a column in memory."""
-    if isinstance(column, DictionaryColumn):
-        return column.codes.nbytes
-    if isinstance(column, ListColumn):
-        return column.values.nbytes + column.offsets.nbytes
-    return column.nbytes

@@ -39,8 +39,8 @@ def table_kind(name: str) -> TableKind:
 
 
 def column_names(reader: TraceReader, kind: TableKind, ranks: Sequence[int]) -> list[str]:
-    """The columns that some row of the ranks has: those of the registry in its order, then the others."""
-    found: dict[str, None] = {}
+    """The columns that some row of the ranks has, or every row: those of the registry in its order, then the others."""
+    found = dict.fromkeys(_always(kind))
     for rank in ranks:
         for table in iter_tables(reader, kind, rank):
             found.update(dict.fromkeys(table.columns()))
@@ -65,7 +65,7 @@ def iter_rows(
         table: which table.
         ranks: global ranks; all with data by default.
         steps: only rows of these steps (tables without a step have all their rows).
-        columns: names; by default those that the rows of each batch have.
+        columns: names; by default those that the rows of each batch have, and those that every row has.
         limit: stops after so many rows.
         names: enumerations as lower-case names, not numbers.
     """
@@ -80,13 +80,18 @@ def iter_rows(
             if left is not None:
                 rows = rows[:left]
                 left -= len(rows)
-            chosen = list(part.columns()) if columns is None else columns
+            chosen = list(dict.fromkeys([*_always(table), *part.columns()])) if columns is None else columns
             for start in range(0, len(rows), BATCH_ROWS):
                 some = rows[start : start + BATCH_ROWS]
                 values = {name: _values(part, table, name, some, names=names) for name in chosen}
                 yield RowBatch(rank, part.row_index[some].tolist(), values)
             if left == 0:
                 return
+
+
+def _always(table: TableKind) -> list[str]:
+    """Columns that have a value in every row, also where a chunk says nothing about them."""
+    return [spec.name for spec in COLUMNS[table] if not spec.optional]
 
 
 def _parts(reader: TraceReader, table: TableKind, rank: int, steps: range | None) -> Iterator[Table]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from prismtrace import metas
 from prismtrace._generated.schema import StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
+from prismtrace.encoding import Stream
 from prismtrace.entries import ChunkMeta
 from prismtrace.index import read_meta
 from prismtrace.model import COLUMNS, TableKind
@@ -48,9 +49,10 @@ def file_sizes(reader: TraceReader) -> FileSizes:
         frame, raw = read_meta(reader._source, offset)
         meta = metas.parse_chunk(raw, path=reader.path, offset=offset)
         table, names = _names(meta)
-        num_rows[table] = num_rows.get(table, 0) + meta.num_rows
+        ranks = sum(part.num_ranks for part in meta.ranges) if meta.ranges else int(meta.rank >= 0)
+        num_rows[table] = num_rows.get(table, 0) + meta.num_rows * ranks
         for stream in meta.streams:
-            size = stored.setdefault((table, _column(stream.column, int(stream.part), names)), [0, 0])
+            size = stored.setdefault((table, _column(stream, names)), [0, 0])
             size[0] += stream.stored_length
             size[1] += stream.raw_length
         header = stored.setdefault((table, "(headers)"), [0, 0])
@@ -86,7 +88,7 @@ def _names(meta: ChunkMeta) -> tuple[str, dict[int, str]]:
     return kind.name.lower(), names
 
 
-def _column(column: int, part: int, names: dict[int, str]) -> str:
-    if column == DICTIONARY_COLUMN:
-        return "(digests)" if part == StreamPart.DIGESTS else "(strings)"
-    return names.get(column, f"column {column}")
+def _column(stream: Stream, names: dict[int, str]) -> str:
+    if stream.column == DICTIONARY_COLUMN:
+        return "(digests)" if stream.part == StreamPart.DIGESTS else "(strings)"
+    return names.get(stream.column, f"column {stream.column}")

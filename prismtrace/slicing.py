@@ -19,7 +19,6 @@ from prismtrace.reader import TraceReader
 from prismtrace.rewriting import (
     TABLES,
     add_rows,
-    attachment_digest,
     check_ranks,
     copy_payload,
     is_digest_column,
@@ -215,9 +214,7 @@ def _renumbered(column: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.int
 
 def _copy_payloads(reader: TraceReader, writer: TraceWriter, digests: set[bytes]) -> int:
     wanted = {digest for digest in digests if reader.has_payload(digest)}
-    for key, value in reader.metadata.items():
-        if (digest := attachment_digest(reader, key, value)) is not None:
-            wanted.add(digest)
+    wanted |= {digest for digest in reader.attachments.values() if reader.has_payload(digest)}
     for digest in reader.payload_digests:
         if digest in wanted:
             copy_payload(reader, writer, digest)

@@ -6,7 +6,7 @@ Does not repair or judge performance; a trace with no finding can be replayed an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from prismtrace.cycles import WaitGraph
 from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError
 from prismtrace.findings import CODES, Finding
 from prismtrace.matching import Matching
-from prismtrace.model import ABSENT, ABSENT32, UNIT_COLUMNS, Op, TableKind, UnitKind
+from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind, Op, TrackKind, UnitKind
 from prismtrace.reader import TraceReader
 from prismtrace.source import TraceInput
 from prismtrace.tables import StepTable, UnitTable
@@ -81,6 +81,9 @@ def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
         yield [finding("PT034", cycle.text, f"{len(cycle.ranks)} ranks") for cycle in waits.cycles()]
     for digest, count in missing.items():
         yield [finding("PT050", f"payload {digest.hex()} is not in the file", f"{count} units")]
+    for name, digest in reader.attachments.items():
+        if not reader.has_payload(digest):
+            yield [finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")]
     if deep:
         yield from _payloads(reader)
 
@@ -106,12 +109,13 @@ def _groups(reader: TraceReader) -> list[Finding]:
 def _rank(
     reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes]
 ) -> Iterable[list[Finding]]:
-    for kind in (TableKind.UNITS, TableKind.STEPS, TableKind.SCALARS):
+    for kind in COLUMNS:
         if gap := reader.missing_rows(kind, rank):
             yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
     yield _steps(reader.steps(rank), rank)
     reader.scalars(rank)
     units = reader.units(rank)
+    yield list(_events(reader, units))
     check = _UnitChecks(units, rank)
     check.enumerations()
     check.groups(reader)
@@ -137,6 +141,28 @@ def _steps(steps: StepTable, rank: int) -> list[Finding]:
     if len(short):
         found.append(finding("PT040", f"step {steps.step[short[0]]} ends before it starts", f"rank {rank}"))
     return found
+
+
+def _events(reader: TraceReader, units: UnitTable) -> Iterator[Finding]:
+    """Events that end before they start, or that name a track or unit that is not there."""
+    rank = units.rank
+    events, tracks = reader.events(rank), reader.tracks(rank)
+    timed = (events.start_ns != ABSENT) & (events.end_ns != ABSENT)
+    strays = (events.track != ABSENT32) & ~np.isin(events.track, tracks.row_index)
+    lost = (events.unit != ABSENT) & ~np.isin(events.unit, units.row_index)
+    for bad, code, message in (
+        (events.kind > max(EventKind), "PT026", "unknown kind of event"),
+        (timed & (events.end_ns < events.start_ns), "PT041", "ends before it starts"),
+        (strays, "PT042", f"the rank has {len(tracks)} tracks"),
+        (lost, "PT043", f"the rank has {len(units)} units"),
+    ):
+        rows = np.flatnonzero(bad)
+        if len(rows):
+            more = f" (and {len(rows) - 1} more events)" if len(rows) > 1 else ""
+            yield finding(code, message + more, f"rank {rank}, event {int(events.row_index[rows[0]])}")
+    bad_tracks = np.flatnonzero(tracks.kind > max(TrackKind))
+    if len(bad_tracks):
+        yield finding("PT026", "unknown kind of track", f"rank {rank}, track {int(tracks.row_index[bad_tracks[0]])}")
 
 
 class _UnitChecks:

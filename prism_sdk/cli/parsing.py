@@ -32,7 +32,6 @@ __all__ = [
     "Target",
     "parse_ranks",
     "parse_step_or_steps",
-    "parse_steps",
     "parse_target",
     "parse_time_window",
 ]
@@ -70,22 +69,6 @@ def parse_ranks(text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def parse_steps(text: str) -> StepRange:
-    """``A:B`` -> the steps from A up to, not including, B; either may be left out.
-
-    Raises:
-        ValueError: what is wrong.
-    """
-    first_text, colon, stop_text = text.partition(":")
-    if not colon:
-        raise ValueError(f"{text!r} has no colon; write A:B for the steps from A up to, not including, B")
-    first = _number(first_text, what="a step number", whole=text) if first_text.strip() else 0
-    stop = _number(stop_text, what="a step number", whole=text) if stop_text.strip() else None
-    if stop is not None and stop <= first:
-        raise ValueError(f"{text!r} holds no step: {stop} is not above {first}")
-    return StepRange(first, stop)
-
-
 def parse_step_or_steps(text: str) -> StepRange:
     """``N`` or ``A:B``.
 
@@ -93,7 +76,7 @@ def parse_step_or_steps(text: str) -> StepRange:
         ValueError: what is wrong.
     """
     if ":" in text:
-        return parse_steps(text)
+        return StepRange.parse(text)
     step = _number(text, what="a step number", whole=text)
     return StepRange(step, step + 1)
 
@@ -183,7 +166,7 @@ def _nnodes(text: str) -> int:
 
 
 RANKS = _Parsed("ranks", parse_ranks)
-STEPS = _Parsed("A:B", parse_steps)
+STEPS = _Parsed("A:B", StepRange.parse)
 STEP_OR_STEPS = _Parsed("N|A:B", parse_step_or_steps)
 TIME_WINDOW = _Parsed("A:B", parse_time_window)
 KEY_VALUE = _Parsed("key=value", _key_value)

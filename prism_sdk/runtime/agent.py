@@ -291,4 +291,5 @@ def merge_when_last(spec: RankSpec, status: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         done = {mark.read_text() for mark in spec.parts_dir.glob("rank-*.done")}
         if len(list(spec.parts_dir.glob("rank-*.done"))) == spec.world_size:
-            merge_shards(spec.parts_dir, output, {"job.status": "complete" if done == {"complete"} else "aborted"})
+            merge_shards(spec.parts_dir, output, {"job.status": "complete" if done == {"complete"} else "aborted"},
+                         steps=spec.steps)  # fmt: skip

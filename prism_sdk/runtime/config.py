@@ -46,6 +46,25 @@ class StepRange:
     first: int = 0
     stop: int | None = None
 
+    @classmethod
+    def parse(cls, text: str) -> StepRange:
+        """``A:B`` -> steps from A up to, not including, B; either may be left out. ValueError says what is wrong."""
+        ends = [part.strip() for part in text.split(":")]
+        if len(ends) != 2:
+            raise ValueError(f"{text!r} is not A:B, the steps from A up to, not including, B")
+        for part in ends:
+            if part and not (part.isascii() and part.isdigit()):
+                raise ValueError(f"{part!r} in {text!r} is not a step number")
+        first, stop = int(ends[0] or 0), int(ends[1]) if ends[1] else None
+        if stop is not None and stop <= first:
+            raise ValueError(f"{text!r} holds no step: {stop} is not above {first}")
+        return cls(first, stop)
+
+    @property
+    def is_all(self) -> bool:
+        """Whether no step is outside."""
+        return self.first == 0 and self.stop is None
+
     def __contains__(self, step: object) -> bool:
         return isinstance(step, int) and step >= self.first and (self.stop is None or step < self.stop)
 

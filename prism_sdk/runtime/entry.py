@@ -28,7 +28,7 @@ def _start() -> None:
     import json
     import multiprocessing
 
-    from prism_sdk.errors import UsageError
+    from prism_sdk.errors import SettingsError, UsageError
     from prism_sdk.settings import Settings
 
     if _is_launcher():
@@ -43,16 +43,20 @@ def _start() -> None:
     if settings.output is None:
         raise UsageError("PRISM_OUTPUT is not set", hint="set it to the trace to write, e.g. PRISM_OUTPUT=run.prism")
     from prism_sdk.runtime.agent import start_under_foreign_launcher
-    from prism_sdk.runtime.config import LaunchMode
+    from prism_sdk.runtime.config import LaunchMode, StepRange
     from prism_sdk.runtime.ranks import RankSpec
     from prism_sdk.runtime.shards import parts_directory
 
+    try:
+        steps = StepRange.parse(settings.steps or ":")
+    except ValueError as error:
+        raise SettingsError("PRISM_STEPS", value=str(settings.steps), expected=f"A:B ({error})") from None
     os.environ.pop("PRISM_MODE")  # what this rank starts itself (workers, compilers) is not observed
     start_under_foreign_launcher(
         RankSpec(
             mode=LaunchMode.OBSERVE, rank=settings.rank, world_size=settings.world_size, local_rank=0, target="",
             is_module=False, arguments=(), parts_dir=parts_directory(settings.output), token="",
-            metadata={"job.argv": json.dumps(sys.argv), "job.launcher": "foreign"},
+            metadata={"job.argv": json.dumps(sys.argv), "job.launcher": "foreign"}, steps=steps,
         )
     )  # fmt: skip
 

@@ -138,7 +138,9 @@ def run_job(
                 closing[f"rank.{process.rank}.{key}"] = str(value)
         kept = None
         try:
-            if _merge(parts, config.output, {k: v for k, v in closing.items() if v}):
+            # a recording keeps the units of all steps: an emulation starts at the first
+            steps = None if config.mode is LaunchMode.RECORD else config.steps
+            if _merge(parts, config.output, {k: v for k, v in closing.items() if v}, steps=steps):
                 kept = f"what was recorded until then is in {config.output}"
         except OutputError as failure:
             error = error or failure  # the first failure is the one to name
@@ -175,9 +177,9 @@ def check_target(config: LaunchConfig) -> None:
         raise ScriptNotFoundError(config.target, hint="the path is relative to the current folder")
 
 
-def _merge(parts: Path, output: Path, metadata: Mapping[str, str]) -> bool:
+def _merge(parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None) -> bool:
     try:
-        return merge_shards(parts, output, metadata) > 0
+        return merge_shards(parts, output, metadata, steps=steps) > 0
     except (OSError, prismtrace.PrismTraceError) as error:
         raise OutputError(str(output), reason=str(error)) from error
 

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import prismtrace
+from prism_sdk.runtime.config import StepRange
+
+_LAST_STEP = 2**31 - 1
 
 
 def parts_directory(output: Path) -> Path:
@@ -17,8 +20,12 @@ def parts_directory(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
-def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str]) -> int:
+def merge_shards(
+    parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None
+) -> int:
     """Merge the shards in `parts` into `output` and remove them; returns how many there were.
+
+    With `steps` only the units, scalars and rows of those steps go into the output.
 
     A shard that its rank could not finish is recovered up to its last whole chunk first. With no shard nothing is
     written. The output appears whole or not at all.
@@ -38,6 +45,12 @@ def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str]) -> int:
             except prismtrace.PrismTraceError:
                 continue  # not even a header was written
     if shards:
-        prismtrace.merge(shards, output, metadata=dict(metadata), overwrite=True)
+        if steps is None or steps.is_all:
+            prismtrace.merge(shards, output, metadata=dict(metadata), overwrite=True)
+        else:
+            joined = parts / "joined.prism"
+            prismtrace.merge(shards, joined, metadata=dict(metadata), overwrite=True)
+            kept = range(steps.first, _LAST_STEP if steps.stop is None else steps.stop)
+            prismtrace.slice_trace(joined, output, steps=kept, overwrite=True)
     shutil.rmtree(parts, ignore_errors=True)
     return len(shards)

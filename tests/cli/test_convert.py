@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from prism_sdk.cli.main import run
+from prism_sdk.conversion import KNOWN_PLUGINS, to_install
+from prism_sdk.plugins import PluginManager
 from prism_sdk.testing.scripted import write_trace
 from prismtrace import GraphKind, TraceReader
 
@@ -122,7 +124,7 @@ def test_a_trace_into_a_trace_is_refused(tmp_path: Path, plugin: str, capsys: py
     assert "prism merge" in capsys.readouterr().err
     assert convert(plugin, trace, "-o", tmp_path / "b.unknown") == 2
     error = capsys.readouterr().err
-    assert ".num.txt" in error and "text (one number a line)" in error and "prismtrace-perfetto" in error
+    assert ".num.txt" in error and "text (one number a line)" in error
     assert convert(plugin, trace, "-o", trace) == 2
 
 
@@ -131,7 +133,7 @@ def test_unknown_and_ambiguous_formats_are_named(
 ) -> None:
     assert convert(plugin, source(tmp_path / "x", "#raise"), "-o", tmp_path / "o.prism") == 2
     error = capsys.readouterr().err
-    assert "no importer recognises" in error and "lines (one number a line)" in error and "prismtrace-kineto" in error
+    assert "no importer recognises" in error and "lines (one number a line)" in error
     both = source(tmp_path / "both", "#lines\n1\nboth")
     assert convert(plugin, both, "-o", tmp_path / "o.prism") == 2
     assert "more than one importer recognises" in capsys.readouterr().err
@@ -204,3 +206,14 @@ def test_a_failing_exporter_leaves_nothing(tmp_path: Path, plugin: str, capsys: 
     source(tmp_path / "full" / "x")
     assert convert(plugin, tmp_path / "ok", "-o", tmp_path / "full", "--to", "text") == 1
     assert {path.name for path in tmp_path.iterdir()} >= {"old.num"} and not (tmp_path / "o.num").exists()
+
+
+def test_what_to_install_is_said_where_nothing_is() -> None:
+    text = to_install(PluginManager(installed=False))
+    assert all(name in text for name in KNOWN_PLUGINS)
+
+
+def test_the_plugins_of_this_repository_are_known() -> None:
+    folder = Path(__file__).parents[2] / "plugins"
+    texts = [path.read_text() for path in folder.glob("*/pyproject.toml")]
+    assert all(any(f'name = "{name}"' in text for text in texts) for name in KNOWN_PLUGINS)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism_sdk.cli.parsing import Target, parse_ranks, parse_steps, parse_target
+from prism_sdk.cli.parsing import Target, parse_ranks, parse_target
 from prism_sdk.errors import ScriptNotFoundError
 from prism_sdk.runtime.config import StepRange
 
@@ -63,14 +63,14 @@ def test_any_text_is_ranks_or_a_value_error(text: str) -> None:
     [("2:10", StepRange(2, 10)), (":10", StepRange(0, 10)), ("2:", StepRange(2)), (":", StepRange())],
 )
 def test_steps(text: str, steps: StepRange) -> None:
-    assert parse_steps(text) == steps
-    assert parse_steps(str(steps)) == steps
+    assert StepRange.parse(text) == steps
+    assert StepRange.parse(str(steps)) == steps
 
 
 @pytest.mark.parametrize("text", ["", "3", "5:5", "6:2", "a:b", "-1:3", "1:2:3"])
 def test_bad_steps(text: str) -> None:
     with pytest.raises(ValueError):
-        parse_steps(text)
+        StepRange.parse(text)
 
 
 def test_a_step_range_holds_its_first_and_not_its_stop() -> None:

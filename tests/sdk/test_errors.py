@@ -31,6 +31,7 @@ SAMPLES = [
     errors.OutputError("x.prism", reason="no space left on device"),
     errors.CalibrationError("no step", strategy="slices"),
     errors.UnreadableError("x.prism", reason="no such file"),
+    errors.UnknownFormatError("no importer recognises x.bin", file="x.bin", known=("kineto",), hint="to install: ..."),
 ]
 
 

@@ -146,3 +146,10 @@ def test_importing_everything_by_any_value(tmp_path: Path) -> None:
     convert(ParquetExporter(), tmp_path / "a.prism", tmp_path / "t")
     ParquetImporter().import_trace([tmp_path / "t"], output=tmp_path / "b.prism", options={}, report=print)
     assert_same_trace(tmp_path / "a.prism", tmp_path / "b.prism")
+
+
+def test_rows_that_say_nothing_are_still_rows(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"rank": [4, 4], "label": pa.nulls(2, pa.string())}), tmp_path / "units.parquet")
+    ParquetImporter().import_trace([tmp_path / "units.parquet"], output=tmp_path / "b.prism", options={}, report=print)
+    with TraceReader(tmp_path / "b.prism") as reader:
+        assert reader.num_units(4) == 2 and list(reader.units(4).label) == [None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,15 +81,19 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
     }
 
 
-def _roles(reader: TraceReader) -> dict[str, Any]:
-    """Role id -> number of ranks; empty where the trace has no roles."""
-    return {str(role): len(ranks) for role, ranks in getattr(reader, "roles", {}).items()}
+def _roles(reader: TraceReader) -> dict[str, int]:
+    """Role -> number of ranks that refer to it; empty where the trace has no roles."""
+    role_of = getattr(reader, "role_of", None)
+    if role_of is None or not getattr(reader, "roles", ()):
+        return {}
+    counts = Counter(role_of(rank) for rank in reader.ranks)
+    return {str(role): counts[role] for role in sorted(role for role in counts if role is not None)}
 
 
 def _attachments(reader: TraceReader) -> dict[str, int]:
     """Name -> bytes."""
-    digests: dict[str, bytes] = dict(getattr(reader, "attachments", {}))
-    return {name: reader.payload_bytes(digest) for name, digest in digests.items() if reader.has_payload(digest)}
+    found = reader.attachments.items()
+    return {name: reader.payload_bytes(digest) for name, digest in found if reader.has_payload(digest)}
 
 
 def _sizes(reader: TraceReader) -> dict[str, Any]:
@@ -105,11 +110,6 @@ def _sizes(reader: TraceReader) -> dict[str, Any]:
     }
 
 
-def _num_rows(reader: TraceReader, rank: int, table: str) -> int:
-    count = getattr(reader, f"num_{table}", None)
-    return int(count(rank)) if count is not None else 0
-
-
 def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
     import numpy as np
 
@@ -124,8 +124,8 @@ def _describe_rank(reader: TraceReader, rank: int) -> dict[str, Any]:
     return {
         "rank": int(rank),
         "num_units": int(reader.num_units(rank)),
-        "num_events": _num_rows(reader, rank, "events"),
-        "num_tracks": _num_rows(reader, rank, "tracks"),
+        "num_events": int(reader.num_events(rank)),
+        "num_tracks": len(reader.tracks(rank, columns=("kind",))),
         "num_steps": len(steps),
         "first_step": int(numbers.min()) if len(steps) else None,
         "last_step": int(numbers.max()) if len(steps) else None,

@@ -92,7 +92,7 @@ def _show(found: Alignment, *, files: tuple[Path, ...] | None) -> None:
     echo_table(("clock", "ranks", "correction", "residual median", "max"), rows, right=(1, 2, 3, 4))
     if len(found.corrections) > len(rows):
         click.echo(f"... and {len(found.corrections) - len(rows)} more clocks")
-    outliers = f", {found.num_outliers} outliers left out" if found.num_outliers else ""
+    outliers = f" ({found.num_outliers} of their ends are outliers and left out)" if found.num_outliers else ""
     click.echo(
         f"{found.num_collectives} collectives{outliers}; ends apart by {format_ns(found.before_median_ns)} before, "
         f"{format_ns(found.residual_median_ns)} after (median), {format_ns(found.residual_max_ns)} (max of all)"

@@ -11,15 +11,25 @@ from numpy.typing import NDArray
 
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, ColumnSpec, ColumnType
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
-from prismtrace_arrow.schema import DERIVED_KEY, column_type_of, enum_names, named_spec, row_name, table_kind
+from prismtrace_arrow.schema import (
+    DERIVED_KEY,
+    column_type_of,
+    enum_names,
+    exact_type_of,
+    named_spec,
+    named_types,
+    row_name,
+    table_kind,
+)
 
 _MAX_TEXT_BYTES: Final = 1 << 28
+_CLASSES: Final = {kind.table.name.lower(): kind for kind in Table.__subclasses__()}
 
 
 def record_batch(table: Table, schema: pa.Schema, *, name: str) -> pa.RecordBatch:
     """The rows of ``table`` (called ``name``) as a batch of ``schema``."""
     specs = {spec.name: spec for spec in COLUMNS[table_kind(name)]}
-    present = table.columns()
+    present, named = table.columns(), named_types(table)
     arrays: list[pa.Array] = []
     for field in schema:
         derived = (field.metadata or {}).get(DERIVED_KEY)
@@ -30,13 +40,13 @@ def record_batch(table: Table, schema: pa.Schema, *, name: str) -> pa.RecordBatc
         elif derived is not None:
             arrays.append(_names(specs[derived.decode()], present.get(derived.decode()), len(table)))
         else:
-            spec = specs.get(field.name) or named_spec(field.name, _type_of(field.type))
+            spec = specs.get(field.name) or named_spec(field.name, named.get(field.name) or _type_of(field.type))
             arrays.append(_array(spec, present.get(field.name), field.type, len(table)))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
 
 def _type_of(kind: pa.DataType) -> ColumnType:
-    found = column_type_of(kind)
+    found = exact_type_of(kind)
     if found is None:
         raise TypeError(f"a named column cannot hold {kind}")
     return found
@@ -44,7 +54,11 @@ def _type_of(kind: pa.DataType) -> ColumnType:
 
 def _array(spec: ColumnSpec, column: Column | None, kind: pa.DataType, num_rows: int) -> pa.Array:
     if column is None:
-        return pa.nulls(num_rows, kind) if spec.optional else pa.array(np.zeros(num_rows, spec.type.dtype), kind)
+        return (
+            pa.nulls(num_rows, kind)
+            if spec.optional or "." in spec.name
+            else pa.array(np.zeros(num_rows, spec.type.dtype), kind)
+        )
     if isinstance(column, DictionaryColumn):
         values = pa.array(column.values, kind)
         return values.take(pa.array(np.ascontiguousarray(column.codes), mask=column.codes < 0))
@@ -84,14 +98,14 @@ def max_rows_of(table: Table) -> int:
     return max(1, _MAX_TEXT_BYTES // longest)
 
 
-def rows_of(table: Table, start: int, stop: int) -> Table:
+def rows_of(table: Table, rows: NDArray[Any]) -> Table:
     """Some rows of a table."""
-    rows = np.arange(start, stop)
     columns: dict[str, Column] = {
-        name: column[start:stop] if isinstance(column, np.ndarray) else column.take(rows)
+        name: column[rows] if isinstance(column, np.ndarray) else column.take(rows)
         for name, column in table.columns().items()
     }
-    return type(table)(table.rank, columns, row_index=table.row_index[start:stop])
+    about: dict[str, Any] = {"named": table.named_specs} if hasattr(table, "named_specs") else {}
+    return type(table)(table.rank, columns, row_index=table.row_index[rows], **about)
 
 
 def columns_of(batch: pa.RecordBatch | pa.Table, *, name: str) -> dict[str, Column]:
@@ -107,9 +121,9 @@ def columns_of(batch: pa.RecordBatch | pa.Table, *, name: str) -> dict[str, Colu
             continue
         spec = specs.get(field.name)
         if spec is None and "." in field.name:
-            kind = column_type_of(field.type)
+            kind = exact_type_of(field.type) or column_type_of(field.type)
             spec = named_spec(field.name, kind) if kind is not None else None
-        if spec is None:
+        if spec is None or array.null_count == len(array):
             continue
         if isinstance(array, pa.ChunkedArray):
             array = array.combine_chunks()
@@ -118,6 +132,35 @@ def columns_of(batch: pa.RecordBatch | pa.Table, *, name: str) -> dict[str, Colu
         except (ValueError, TypeError, pa.ArrowException) as error:
             raise ValueError(f"column {field.name!r}: {error}") from error
     return columns
+
+
+def named_rows(batch: pa.RecordBatch | pa.Table) -> dict[str, NDArray[np.bool_]]:
+    """Which rows have a value, for the columns beside the registry's that do not have one everywhere."""
+    found: dict[str, NDArray[np.bool_]] = {}
+    for field, array in zip(batch.schema, batch.columns, strict=True):
+        if "." in field.name and array.null_count:
+            found[field.name] = np.asarray(array.is_valid().to_numpy(zero_copy_only=False))
+    return found
+
+
+def empty_rows(name: str, num_rows: int) -> dict[str, Column]:
+    """Rows that say nothing: a column that is never absent, with its default."""
+    spec = next(spec for spec in COLUMNS[table_kind(name)] if not spec.optional)
+    return {spec.name: np.full(num_rows, spec.default, spec.type.dtype)}
+
+
+def table_of(name: str, rank: int, columns: dict[str, Column], num_rows: int, schema: pa.Schema) -> Any:
+    """Columns as a table, which keeps the types of named columns; as they are where there is none."""
+    if not any("." in column for column in columns):
+        return columns
+    named = {}
+    for column in columns:
+        if "." in column:
+            kind = exact_type_of(schema.field(column).type) or column_type_of(schema.field(column).type)
+            assert kind is not None
+            named[column] = named_spec(column, kind)
+    about: dict[str, Any] = {"row_index": np.arange(num_rows), "named": named}
+    return _CLASSES[name](rank, columns, **about)
 
 
 def column_of(spec: ColumnSpec, array: pa.Array) -> Column:

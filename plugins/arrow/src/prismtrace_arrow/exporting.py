@@ -17,7 +17,17 @@ from prismtrace.model import ABSENT32, COLUMNS, ColumnType
 from prismtrace.tables import DictionaryColumn, Table
 from prismtrace_arrow import options as reading
 from prismtrace_arrow.convert import max_rows_of, record_batch, rows_of
-from prismtrace_arrow.schema import GROUPS, METADATA, PAYLOADS, FileInfo, table_kind, table_names, table_schema
+from prismtrace_arrow.schema import (
+    GROUPS,
+    METADATA,
+    PAYLOADS,
+    FileInfo,
+    merged_types,
+    named_types,
+    table_kind,
+    table_names,
+    table_schema,
+)
 from prismtrace_arrow.sinks import COMPRESSIONS, TableSink, naming, whole_file, whole_folder
 
 _OPTIONS: Final = ("table", "ranks", "steps", "names", "payloads", "compression", "level")
@@ -110,7 +120,19 @@ class _Job:
         return TableSink(path, schema, kind=self._kind, compression=self._compression, level=self._level)
 
     def _write_table(self, table: str, path: Path, *, info: FileInfo, target: Path) -> None:
-        named = self._named_columns(table)
+        """Write a table with the named columns of its first rank; once more where another rank has others."""
+        first = next((part for rank in self._ranks[:1] for part in self._parts(table, rank)), None)
+        named = {} if first is None else named_types(first)
+        if not self._write_with(named, table, path, info=info, target=target):
+            for rank in self._ranks:
+                for part in self._parts(table, rank):
+                    named = merged_types(named, named_types(part))
+            self._write_with(named, table, path, info=info, target=target)
+
+    def _write_with(
+        self, named: Mapping[str, ColumnType], table: str, path: Path, *, info: FileInfo, target: Path
+    ) -> bool:
+        """Write a table; False when rows came up that have other named columns."""
         schema = table_schema(table, named=named, names=self._names, info=info)
         said = time.monotonic()
         with naming(target):
@@ -118,6 +140,8 @@ class _Job:
             try:
                 for number, rank in enumerate(self._ranks):
                     for part in self._parts(table, rank):
+                        if merged_types(named, named_types(part)) != named:
+                            return False
                         _write_rows(sink, part, schema, table)
                     if time.monotonic() - said > _PROGRESS_S:
                         said = time.monotonic()
@@ -125,6 +149,7 @@ class _Job:
             finally:
                 sink.close()
         self._counts[table] = sink.num_rows
+        return True
 
     def _parts(self, table: str, rank: int) -> Iterator[Table]:
         """The rows of a rank in pieces, without those of other steps than the chosen ones."""
@@ -135,16 +160,8 @@ class _Job:
         if self._steps is not None and any(spec.name == "step" for spec in COLUMNS[table_kind(table)]):
             step = whole.step
             rows = np.flatnonzero((step >= self._steps.start) & (step < self._steps.stop) & (step != ABSENT32))
-            columns = {
-                name: column[rows] if isinstance(column, np.ndarray) else column.take(rows)
-                for name, column in whole.columns().items()
-            }
-            whole = type(whole)(whole.rank, columns, row_index=whole.row_index[rows])
+            whole = rows_of(whole, rows)
         yield whole
-
-    def _named_columns(self, table: str) -> dict[str, ColumnType]:
-        """The columns beside the registry's: files have one schema for all ranks, so it is known before the first."""
-        return {}
 
     def _write_side(self, folder: Path, output: Path) -> None:
         groups = [self._reader.groups[number] for number in sorted(self._reader.groups)]
@@ -159,7 +176,7 @@ class _Job:
         pairs = sorted(self._reader.metadata.items())
         batch = pa.RecordBatch.from_pydict({"key": [k for k, _ in pairs], "value": [v for _, v in pairs]}, METADATA)
         self._write_rows("metadata", batch, folder, output)
-        if self._payloads:
+        if self._chosen_payloads():
             self._write_payloads(folder, output)
 
     def _write_rows(self, table: str, batch: pa.RecordBatch, folder: Path, output: Path) -> None:
@@ -182,12 +199,17 @@ class _Job:
         with naming(output / path.name):
             sink = self._sink(path, schema)
             try:
-                for digest in self._reader.payload_digests:
+                for digest in self._chosen_payloads():
                     rows = {"digest": [digest], "data": [self._reader.payload(digest)]}
                     sink.write(pa.RecordBatch.from_pydict(rows, schema))
             finally:
                 sink.close()
         self._counts["payloads"] = sink.num_rows
+
+    def _chosen_payloads(self) -> list[bytes]:
+        """All payloads when asked for, else those that are attachments."""
+        attached = set(getattr(self._reader, "attachments", {}).values())
+        return [digest for digest in self._reader.payload_digests if self._payloads or digest in attached]
 
     def _left_out(self) -> Iterator[str]:
         others = [name for name in table_names() if name != self._table]
@@ -199,8 +221,8 @@ class _Job:
         yield from self._payload_notes()
 
     def _payload_notes(self) -> Iterator[str]:
-        count = len(self._reader.payload_digests)
-        if count and "payloads" not in self._counts:
+        count = len(self._reader.payload_digests) - self._counts.get("payloads", 0)
+        if count:
             yield f"{count} payloads are left out; -O payloads=true with a folder as output keeps them"
 
 
@@ -211,4 +233,4 @@ def _write_rows(sink: TableSink, part: Table, schema: pa.Schema, table: str) -> 
             sink.write(record_batch(part, schema, name=table))
         return
     for start in range(0, len(part), limit):
-        sink.write(record_batch(rows_of(part, start, min(start + limit, len(part))), schema, name=table))
+        sink.write(record_batch(rows_of(part, np.arange(start, min(start + limit, len(part)))), schema, name=table))

@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 import prismtrace
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
-from prismtrace import ABSENT, ProcessGroup, TraceReadError, TraceUsageError, TraceWriter
+from prismtrace import ProcessGroup, TraceReadError, TraceUsageError, TraceWriter
 from prismtrace.tables import Column, ListColumn
 from prismtrace_arrow import options as reading
-from prismtrace_arrow.convert import columns_of
+from prismtrace_arrow.convert import columns_of, empty_rows, named_rows, table_of
+from prismtrace_arrow.numbering import Numbering
 from prismtrace_arrow.schema import SIDE_TABLES, FileInfo, row_name, table_names
 from prismtrace_arrow.sinks import whole_file
 
@@ -162,10 +163,13 @@ class _Importer(TraceImporter):
             kind, world_size = first.known_graph_kind, first.world_size
             with TraceWriter(temporary, graph_kind=kind, world_size=world_size, overwrite=True) as writer:
                 _write_side(writer, files, counts)
-                for name in table_names():
+                numbering = Numbering()
+                for name in sorted(table_names(), key=lambda name: name == "events"):  # events refer to the others
                     for source in files:
                         if source.info.table == name:
-                            write_table(writer, source, name, counts=counts, report=report)
+                            write_table(writer, source, name, numbering=numbering, counts=counts, report=report)
+        for name in numbering.tables_with_gaps:
+            counts.note(f"{name} were taken out of some ranks: the others are numbered anew, and references follow")
         return ConversionReport(output, counts.rows, tuple(counts.notes))
 
     def _files(self, sources: Sequence[Path]) -> list[Path]:
@@ -249,12 +253,12 @@ def _write_payloads(writer: TraceWriter, source: Source) -> int:
     return number
 
 
-def write_table(writer: TraceWriter, source: Source, name: str, *, counts: _Counts, report: Report) -> None:
+def write_table(
+    writer: TraceWriter, source: Source, name: str, *, numbering: Numbering, counts: _Counts, report: Report
+) -> None:
     """Adds the rows of one file, rank by rank as they come."""
     if "rank" not in source.schema.names:
         raise TraceReadError("it has no column 'rank'", path=str(source.path))
-    ordinals: dict[int, int] = {}
-    shifts: dict[int, list[NDArray[np.int64]]] = {}
     said, total = time.monotonic(), 0
     for table in source.batches():
         with reading_file(source.path):
@@ -265,17 +269,24 @@ def write_table(writer: TraceWriter, source: Source, name: str, *, counts: _Coun
                 order = np.argsort(ranks, kind="stable")
                 table, ranks = table.take(pa.array(order)), ranks[order]
             columns = columns_of(table, name=name)
-            row_index = _row_index(table, name)
+            row_index, valid = _row_index(table, name), named_rows(table)
             edges = [0, *(np.flatnonzero(np.diff(ranks)) + 1).tolist(), len(ranks)]
             for start, stop in itertools.pairwise(edges):
                 if start == stop:
                     continue
                 rank = int(ranks[start])
-                part = {key: _rows(column, start, stop) for key, column in columns.items()}
+                part = {
+                    key: _rows(column, start, stop)
+                    for key, column in columns.items()
+                    if key not in valid or valid[key][start:stop].any()
+                }
+                if not part:
+                    part.update(empty_rows(name, stop - start))
                 if row_index is not None:
-                    _renumber(part, row_index[start:stop], rank, name, ordinals, shifts, counts)
+                    numbering.add(name, rank, row_index[start:stop], column=row_name(name))
+                numbering.follow(name, rank, part)
                 try:
-                    getattr(writer, f"add_{name}")(rank, part)
+                    getattr(writer, f"add_{name}")(rank, table_of(name, rank, part, stop - start, table.schema))
                 except TraceUsageError as error:
                     raise TraceReadError(f"rank {rank}: {error}", path=str(source.path)) from error
         total += len(ranks)
@@ -289,35 +300,6 @@ def _row_index(table: pa.Table, name: str) -> NDArray[np.int64] | None:
     if row_name(name) not in table.schema.names or table[row_name(name)].null_count:
         return None
     return np.asarray(pc.cast(table[row_name(name)], pa.int64()).to_numpy())
-
-
-def _renumber(
-    part: dict[str, Column],
-    row_index: NDArray[np.int64],
-    rank: int,
-    name: str,
-    ordinals: dict[int, int],
-    shifts: dict[int, list[NDArray[np.int64]]],
-    counts: _Counts,
-) -> None:
-    """Rows of a trace are numbered without gaps: where rows were taken out, references to them follow."""
-    last = ordinals.get(rank, -1)
-    if len(row_index) and (row_index[0] <= last or (np.diff(row_index) <= 0).any()):
-        message = f"column {row_name(name)!r}: rank {rank} is not in ascending order; sort by rank, {row_name(name)}"
-        raise ValueError(message)
-    whole = rank not in shifts and int(row_index[0]) == last + 1 and int(row_index[-1]) - last == len(row_index)
-    ordinals[rank] = int(row_index[-1])
-    if name != "units" or whole:
-        return
-    known = shifts.setdefault(rank, [np.arange(last + 1, dtype=np.int64)])
-    known.append(row_index)
-    kept = np.concatenate(known)
-    awaits = part.get("awaits")
-    if isinstance(awaits, np.ndarray):
-        position = np.minimum(np.searchsorted(kept, awaits), len(kept) - 1)
-        found = (awaits != ABSENT) & (kept[position] == awaits)
-        part["awaits"] = np.where(found, position, ABSENT)
-    counts.note("units were taken out of some ranks: the others are numbered anew, and awaits follows")
 
 
 def _rows(column: Any, start: int, stop: int) -> Column:

@@ -117,7 +117,7 @@ class Units:
 
 
 def read_units(source: Source, meaning: Meaning) -> Units:
-    """All rows of a file as units. The columns are read whole: about 100 bytes of memory a row."""
+    """All rows of a file as units. The columns are read whole: memory grows with the rows."""
     names = source.schema.names
     for name, column in meaning.columns.items():
         if column not in names:

@@ -10,8 +10,10 @@ from typing import Any, Final
 
 import pyarrow as pa
 
+from prism_sdk.errors import UsageError
 from prismtrace import GraphKind, ProcessGroup, TableKind
 from prismtrace.model import COLUMNS, ColumnSpec, ColumnType
+from prismtrace.tables import Table
 
 FILE_KEY: Final = b"prismtrace"
 """Key of the schema metadata that holds what a file says about itself, as JSON."""
@@ -29,6 +31,13 @@ _TYPES: Final[Mapping[ColumnType, pa.DataType]] = {
     ColumnType.STRING: pa.string(),
     ColumnType.DIGEST: pa.binary(16),
     ColumnType.LIST_INT64: pa.list_(pa.int64()),
+}
+
+_WIDTH: Final[Mapping[ColumnType, int]] = {
+    ColumnType.UINT8: 1,
+    ColumnType.INT32: 2,
+    ColumnType.INT64: 3,
+    ColumnType.FLOAT64: 4,
 }
 
 ENUM_TYPE: Final = pa.dictionary(pa.int8(), pa.string())
@@ -109,8 +118,31 @@ class FileInfo:
 
 def named_spec(name: str, kind: ColumnType) -> ColumnSpec:
     """A column that the registry does not have: it is absent in rows that do not have it, where its type allows."""
-    optional = kind in (ColumnType.INT64, ColumnType.STRING)
+    optional = kind not in (ColumnType.UINT8, ColumnType.UINT64, ColumnType.BOOL)
     return ColumnSpec(0, name, kind, optional)
+
+
+def named_types(table: Table) -> dict[str, ColumnType]:
+    """The columns of some rows that the registry does not have."""
+    return {spec.name: spec.type for spec in getattr(table, "named_specs", {}).values()}
+
+
+def merged_types(one: Mapping[str, ColumnType], other: Mapping[str, ColumnType]) -> dict[str, ColumnType]:
+    """Columns of both: a column of a file has one type, so numbers take the wider of two.
+
+    Raises:
+        UsageError: a column holds numbers in one place and something else in another.
+    """
+    merged = dict(one)
+    for name, kind in other.items():
+        before = merged.setdefault(name, kind)
+        if before is kind:
+            continue
+        wider = max(before, kind, key=lambda kind: _WIDTH.get(kind, 0))
+        if before not in _WIDTH or kind not in _WIDTH:
+            raise UsageError(f"column {name!r} is {before.name} in one rank and {kind.name} in another")
+        merged[name] = wider
+    return merged
 
 
 def table_schema(table: str, *, named: Mapping[str, ColumnType], names: bool, info: FileInfo) -> pa.Schema:
@@ -120,7 +152,7 @@ def table_schema(table: str, *, named: Mapping[str, ColumnType], names: bool, in
         fields.append(_field(spec))
         if names and spec.enum is not None:
             fields.append(pa.field(f"{spec.name}_name", ENUM_TYPE, metadata={DERIVED_KEY: spec.name}))
-    fields += [_field(named_spec(name, kind)) for name, kind in sorted(named.items())]
+    fields += [_field(named_spec(name, kind)).with_nullable(True) for name, kind in sorted(named.items())]
     return pa.schema(fields, metadata={FILE_KEY: info.to_bytes()})
 
 
@@ -138,8 +170,15 @@ def enum_names(enum: type[IntEnum]) -> pa.Array:
     return pa.array([member.name.lower() for member in enum], pa.string())
 
 
+def exact_type_of(kind: Any) -> ColumnType | None:
+    """The type whose values this plugin writes as an Arrow type."""
+    return next((column for column, arrow in _TYPES.items() if arrow == kind), None)
+
+
 def column_type_of(kind: Any) -> ColumnType | None:
     """The type of a named column for values of an Arrow type; None where a trace cannot hold them."""
+    if kind in (_TYPES[ColumnType.DIGEST], _TYPES[ColumnType.LIST_INT64], _TYPES[ColumnType.UINT64]):
+        return exact_type_of(kind)
     if pa.types.is_boolean(kind):
         return ColumnType.BOOL
     if pa.types.is_integer(kind):

@@ -20,8 +20,9 @@ from prism_sdk.errors import OutputError, UsageError
 from prismtrace import ABSENT, ABSENT32
 from prismtrace.tables import StepTable
 from prismtrace_perfetto import options as reading
+from prismtrace_perfetto.events import add_events
 from prismtrace_perfetto.packets import PacketWriter
-from prismtrace_perfetto.ranks import RankTracks, Style
+from prismtrace_perfetto.ranks import RankTracks, Style, rows_of
 
 _OPTIONS: Final = ("ranks", "steps", "flows", "annotations", "gzip")
 _PROGRESS_S: Final = 2.0
@@ -65,6 +66,8 @@ class PerfettoExporter(TraceExporter):
                     tracks.add_steps(_chosen_steps(reader.steps(rank), steps))
                     for part in reader.iter_units(rank, steps=steps):
                         tracks.add_units(part)
+                    if hasattr(reader, "events"):
+                        _add_events(tracks, reader, rank, steps, counts)
                     if time.monotonic() - said > _PROGRESS_S:
                         said = time.monotonic()
                         report(f"{number + 1} of {len(ranks)} ranks, {counts['units']} units")
@@ -74,16 +77,26 @@ class PerfettoExporter(TraceExporter):
         return ConversionReport(output, _facts(counts), tuple(_notes(counts, shift_ns)))
 
 
+def _add_events(tracks: RankTracks, reader: Any, rank: int, steps: range | None, counts: Counter[str]) -> None:
+    """The events of a rank; of chosen steps those that belong to a unit of them, or lie in their time."""
+    events = reader.events(rank)
+    if not len(events):
+        return
+    if steps is not None:
+        units = reader.units(rank, steps=steps, columns=["start_ns", "end_ns"])
+        times = np.concatenate([units.start_ns, units.end_ns])
+        times = times[times != ABSENT]
+        inside = np.isin(events.unit, units.row_index)
+        if len(times):
+            inside |= (events.start_ns >= times.min()) & (events.start_ns <= times.max())
+        counts["events of other steps (not shown)"] += int(np.count_nonzero(~inside))
+        events = rows_of(events, np.flatnonzero(inside))
+    add_events(tracks, events, reader.tracks(rank))
+
+
 def _facts(counts: Counter[str]) -> dict[str, int]:
-    names = (
-        "ranks",
-        "tracks",
-        "units",
-        "slices",
-        "steps",
-        "counter values",
-        "overlapping slices moved to another lane",
-    )
+    moved = "overlapping slices moved to another lane"
+    names = ("ranks", "tracks", "units", "events", "slices", "steps", "counter values", moved)
     return {name.replace(" ", "_"): counts[name] for name in names}
 
 
@@ -92,7 +105,7 @@ def _notes(counts: Counter[str], shift_ns: int) -> Iterator[str]:
     if moved:
         yield f"{moved} slices overlapped others of their track: {lanes} lanes were added, nothing was dropped"
     for name in counts:
-        if name.startswith(("units ", "steps ")) and counts[name]:
+        if name.startswith(("units ", "steps ", "events ", "metadata ")) and counts[name]:
             yield f"{counts[name]} {name}"
     if shift_ns:
         yield f"times began below zero: {shift_ns} ns were added to all of them"
@@ -104,6 +117,8 @@ def _first_time(reader: prismtrace.TraceReader, ranks: list[int], steps: range |
     for rank in ranks:
         parts: list[Any] = [part.start_ns for part in reader.iter_units(rank, steps=steps, columns=["start_ns"])]
         table = _chosen_steps(reader.steps(rank), steps)
+        if hasattr(reader, "events"):
+            parts.append(reader.events(rank, columns=["start_ns"]).start_ns)
         for times in (*parts, table.start_ns, table.end_ns):
             present = times[times != ABSENT]
             if len(present):
@@ -115,8 +130,7 @@ def _chosen_steps(table: StepTable, steps: range | None) -> StepTable:
     if steps is None:
         return table
     rows = np.flatnonzero((table.step >= steps.start) & (table.step < steps.stop) & (table.step != ABSENT32))
-    columns = {name: column[rows] for name, column in table.columns().items() if isinstance(column, np.ndarray)}
-    return StepTable(table.rank, columns, row_index=table.row_index[rows])
+    return rows_of(table, rows)
 
 
 def _realtime_ns(created: str | None) -> int | None:

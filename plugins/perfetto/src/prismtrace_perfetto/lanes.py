@@ -39,3 +39,29 @@ class Lanes:
             self.num_lanes += 1
         heapq.heappush(self._busy, (end, lane))
         return lane
+
+
+class NestedLanes:
+    """The lanes of a track whose slices may lie inside one another, as calls do; only crossing slices are moved."""
+
+    def __init__(self) -> None:
+        self._open: list[list[int]] = []
+
+    @property
+    def num_lanes(self) -> int:
+        """How many lanes are in use."""
+        return len(self._open)
+
+    def assign(self, start: NDArray[Any], end: NDArray[Any]) -> NDArray[np.int32]:
+        """A lane for each slice; ``start`` ascends, and of equal starts the longest slice comes first."""
+        return np.array([self._take(s, e) for s, e in zip(start.tolist(), end.tolist(), strict=True)], np.int32)
+
+    def _take(self, start: int, end: int) -> int:
+        for lane, stack in enumerate(self._open):
+            while stack and stack[-1] <= start:
+                stack.pop()
+            if not stack or end <= stack[-1]:
+                stack.append(end)
+                return lane
+        self._open.append([end])
+        return len(self._open) - 1

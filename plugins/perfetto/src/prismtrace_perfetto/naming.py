@@ -82,11 +82,11 @@ def flows(units: UnitTable, *, messages: bool, collectives: bool) -> tuple[NDArr
     tag = np.where(between, np.where(units.tag == ABSENT, -1, units.tag), -1)
     number = np.full(len(units), np.uint64(0x5072_6973_6D46_6C6F))
     for part in (units.group_id, source, target, tag, units.seq):
-        number = _mixed(number ^ np.ascontiguousarray(part).astype(np.int64, copy=False).view(np.uint64))
+        number = mixed(number ^ np.ascontiguousarray(part).astype(np.int64, copy=False).view(np.uint64))
     return number, (between & messages) | (together & collectives)
 
 
-def _mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mixed(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """The finaliser of splitmix64."""
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)

@@ -182,10 +182,12 @@ class PacketWriter:
     ) -> Cells:
         """One packet with a track event a row."""
         parts = [wire.varint_field(_EVENT["type"], types), wire.varint_field(_EVENT["track_uuid"], track)]
+        titled = types != END  # an end with a name ends only a slice of that name
+        shown = None if titled.all() else titled
         if category is not None:
-            parts.append(wire.varint_field(_EVENT["category_iids"], category))
+            parts.append(wire.varint_field(_EVENT["category_iids"], category, shown))
         if name is not None:
-            parts.append(wire.varint_field(_EVENT["name_iid"], name))
+            parts.append(wire.varint_field(_EVENT["name_iid"], name, shown))
         if flow is not None:
             parts.append(wire.fixed64_field(_EVENT["flow_ids"], flow, flows))
         if counter is not None and counter.dtype.kind == "f":

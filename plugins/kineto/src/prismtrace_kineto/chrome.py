@@ -1,7 +1,7 @@
 """Builds Chrome trace JSON from units, steps, events and tracks. Does not choose file names or compress.
 
-In a file of one rank the device is process 0 and the host process 1. In a file of several ranks, rank r has the processes 2r and
-2r + 1, and flows join the members of a collective (by arrival) and both sides of a message.
+In a file of one rank the device is process 0 and the host process 1. In a file of several ranks, rank r has the
+processes 2r and 2r + 1, and flows join the members of a collective (by arrival) and both sides of a message.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ChromeJob:
             yield from flows.texts(self._time)
 
     def _step_times(self, rank: int) -> dict[int, tuple[int, int]]:
-        """Start and end of the steps. HolisticTraceAnalysis tells a kernel's step by the host call of its correlation."""
+        """Start and end of the steps."""
         steps = self.reader.steps(rank)
         rows = zip(steps.step.tolist(), steps.start_ns.tolist(), steps.end_ns.tolist(), strict=True)
         return {step: (start, end) for step, start, end in rows if start != ABSENT}
@@ -164,7 +164,7 @@ class ChromeJob:
                     yield _metadata("thread_name", host, _HOST_THREAD, name="waits")
             if category == "kernel":
                 arguments = {"device": device, "stream": place[1], "correlation": row + 1, **arguments}
-                if steps:
+                if steps:  # HolisticTraceAnalysis tells a kernel's step by the host call of its correlation
                     first, last = steps.get(int(units.step[row]), (start, start))
                     issued = self._time(max(first, min(start, last)))
                     yield _span("issue", "cuda_runtime", host, _ISSUE_THREAD, issued, "0.000", {"correlation": row + 1})
@@ -191,8 +191,9 @@ class ChromeJob:
         elsewhere = (host, (1 << 20) - 1, False)
         extra = events["kineto.external_id"] if "kineto.external_id" in events.column_names else None
         columns = zip(
-            list(events.name), list(events.category), events.kind.tolist(), events.track.tolist(), events.start_ns.tolist(),
-            events.end_ns.tolist(), events.correlation_id.tolist(), events.flow_id.tolist(), events.unit.tolist(), strict=True,
+            list(events.name), list(events.category), events.kind.tolist(), events.track.tolist(),
+            events.start_ns.tolist(), events.end_ns.tolist(), events.correlation_id.tolist(), events.flow_id.tolist(),
+            events.unit.tolist(), strict=True,
         )  # fmt: skip
         for row, (name, category, kind, track, start, end, correlation, flow, unit) in enumerate(columns):
             letter = _PHASES.get(kind)
@@ -221,8 +222,8 @@ class ChromeJob:
                     f', "id": {flow}' if letter in "stf" and flow != ABSENT else ', "s": "t"' if letter == "i" else ""
                 )
                 yield (
-                    f'{{"ph": "{letter}", "cat": {json.dumps(category or "")}, "name": {json.dumps(name or "")}, "pid": {pid}, '
-                    f'"tid": {tid}, "ts": {self._time(start)}{more}, "args": {json.dumps(arguments)}}}'
+                    f'{{"ph": "{letter}", "cat": {json.dumps(category or "")}, "name": {json.dumps(name or "")}, '
+                    f'"pid": {pid}, "tid": {tid}, "ts": {self._time(start)}{more}, "args": {json.dumps(arguments)}}}'
                 )
 
 
@@ -326,6 +327,6 @@ class _Flows:
                 at = start if index == 0 else min(max(start, members[0][0]), end)
                 bind = ', "bp": "e"' if letter == "f" else ""
                 yield (
-                    f'{{"ph": "{letter}", "cat": "{name}", "name": "{name}", "id": {number}, "pid": {pid}, "tid": {tid}, '
-                    f'"ts": {time(at)}{bind}}}'
+                    f'{{"ph": "{letter}", "cat": "{name}", "name": "{name}", "id": {number}, "pid": {pid}, '
+                    f'"tid": {tid}, "ts": {time(at)}{bind}}}'
                 )

@@ -3,8 +3,8 @@
 A shape is the ordered list of an event's keys and of those of its ``args``, with the type of every value, plus ``ph``
 and ``cat``. A flow event that directly follows an event of the same place and time becomes part of that event's row.
 Types: ``i`` int64, ``dN`` decimals with N digits (int64 without the point), ``vN`` decimals with at most N digits and
-no zeros at the end, ``r`` other numbers as text, ``s`` strings, ``b`` booleans, ``n`` null, ``j`` anything as JSON text,
-``t`` process and thread as one number.
+no zeros at the end, ``r`` other numbers as text, ``s`` strings, ``b`` booleans, ``n`` null, ``j`` anything as JSON
+text, ``t`` process and thread as one number.
 """
 
 from __future__ import annotations
@@ -62,12 +62,14 @@ class _Slot:
     types: tuple[str, ...]
     flow: Flow | None = None
     odd: bool = False
+    index: int = 0
+    has_track: bool = False
     rows: list[tuple[Any, ...]] = field(default_factory=list)
 
 
 @dataclass
 class Columns:
-    """Events as columns. `order` names the shape of every row; `data[shape]` holds that shape's columns in row order."""
+    """Events as columns: `order` names the shape of every row, `data[shape]` holds the columns of a shape."""
 
     shapes: list[Shape]
     order: NDArray[np.uint32]
@@ -102,11 +104,11 @@ class ColumnBuilder:
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
-        self._known: dict[Any, int] = {}
-        self._flows: dict[Any, int] = {}
+        self._known: dict[Any, _Slot] = {}
+        self._flows: dict[Any, _Slot] = {}
         self._order: list[int] = []
         self._orders: list[Array] = []
-        self._shapes: dict[Shape, int] = {}
+        self._shapes: dict[tuple[int, Shape], int] = {}  # two slots may come to one shape; their rows stay apart
         self._data: list[list[list[Array]]] = []
         self._strings: dict[str, int] = {}
         self._json: dict[str, int] = {}
@@ -114,7 +116,7 @@ class ColumnBuilder:
         self._all_tracks: list[list[tuple[Any, Any]]] = []
         self._ends: list[int] = []
         self._num_rows = 0
-        self._last: tuple[int, Any, Any, Any] | None = None
+        self._last: tuple[_Slot, int, dict[str, Any]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -123,20 +125,12 @@ class ColumnBuilder:
 
     def add(self, events: Iterable[Any]) -> None:
         """Appends events to the current document."""
-        slots, known, order = self._slots, self._known, self._order
-        tracks = self._tracks
-        last = self._last
+        known, order, tracks, last = self._known, self._order, self._tracks, self._last
+        key: Any
         for event in events:
             try:
                 phase = event.get("ph")
-                if (
-                    last is not None
-                    and phase in _FLOW_PHASES
-                    and event["ts"] == last[1]
-                    and tracks.get((event["pid"].__class__, event["pid"], event["tid"].__class__, event["tid"]))
-                    == last[2]
-                    and self._attach(event, last)
-                ):
+                if last is not None and phase in _FLOW_PHASES and self._attach(event, last):
                     last = None
                     continue
                 args = event.get("args")
@@ -149,23 +143,23 @@ class ColumnBuilder:
                 slot = known.get(key)
                 if slot is None:
                     slot = self._new_slot(event, key)
-                where = slots[slot]
-                track = -1
-                if where.types[-1:] == ("t",):
-                    place = (event["pid"].__class__, event["pid"], event["tid"].__class__, event["tid"])
-                    track = tracks.get(place, -1)
-                    if track < 0:
+                last = None
+                if slot.has_track:
+                    pid, tid = event["pid"], event["tid"]
+                    place = (pid.__class__, pid, tid.__class__, tid)
+                    track = tracks.get(place)
+                    if track is None:
                         track = tracks[place] = len(tracks)
                     values = (*values, track)
-                where.rows.append(values)
+                    if phase == "X":
+                        last = (slot, track, event)
+                slot.rows.append(values)
+                order.append(slot.index)
             except (TypeError, AttributeError, KeyError):
                 slot = self._odd_slot()
-                slots[slot].rows.append((event,))
+                slot.rows.append((event,))
                 last = None
-                order.append(slot)
-                continue
-            order.append(slot)
-            last = (slot, event.get("ts"), track, event) if track >= 0 and phase == "X" else None
+                order.append(slot.index)
         self._last = last
         if len(order) >= ROWS_PER_FLUSH:
             self._flush()
@@ -185,11 +179,18 @@ class ColumnBuilder:
             data.append([np.concatenate(list(column)) for column in zip(*parts, strict=True)] if parts else [])
             parts.clear()
         order = np.concatenate(self._orders) if self._orders else np.zeros(0, np.uint32)
-        return Columns(list(self._shapes), order, data, self._ends, self._all_tracks, list(self._strings))
+        return Columns(
+            [shape for _, shape in self._shapes], order, data, self._ends, self._all_tracks, list(self._strings)
+        )
 
     # --- slots -------------------------------------------------------------------------------------------------------
 
-    def _new_slot(self, event: dict[str, Any], key: Any) -> int:
+    def _add_slot(self, slot: _Slot) -> _Slot:
+        slot.index, slot.has_track = len(self._slots), "t" in slot.types
+        self._slots.append(slot)
+        return slot
+
+    def _new_slot(self, event: dict[str, Any], key: Any) -> _Slot:
         keys, args, phase, cat, types = key
         if any(name.startswith("args.") or name in _RESERVED for name in keys):
             raise KeyError("a key that columns are named by")
@@ -210,44 +211,41 @@ class ColumnBuilder:
             keys, args, phase if phase.__class__ is str else None, cat if cat.__class__ is str else None,
             tuple(names), tuple(letters),
         )  # fmt: skip
-        self._slots.append(slot)
-        self._known[key] = len(self._slots) - 1
-        return len(self._slots) - 1
+        self._known[key] = self._add_slot(slot)
+        return slot
 
-    def _odd_slot(self) -> int:
+    def _odd_slot(self) -> _Slot:
         if "odd" not in self._known:
-            self._slots.append(_Slot((), None, None, None, ("event",), ("j",), odd=True))
-            self._known["odd"] = len(self._slots) - 1
+            self._known["odd"] = self._add_slot(_Slot((), None, None, None, ("event",), ("j",), odd=True))
         return self._known["odd"]
 
-    def _attach(self, event: dict[str, Any], last: tuple[int, Any, Any, Any]) -> bool:
+    def _attach(self, event: dict[str, Any], last: tuple[_Slot, int, dict[str, Any]]) -> bool:
         """Puts a flow event into the row before it, where nothing of it gets lost."""
-        index, start, _, host = last
-        if event["ts"].__class__ is not start.__class__ or str(event["ts"]) != str(start):
+        before, track, host = last
+        if "ts" not in event or "ts" not in host or "pid" not in event or "tid" not in event:
+            return False
+        number, pid, tid, time, start = event.get("id"), event["pid"], event["tid"], event["ts"], host["ts"]
+        if self._tracks.get((pid.__class__, pid, tid.__class__, tid)) != track or number.__class__ is not int:
+            return False
+        if time.__class__ is not start.__class__ or str(time) != str(start):
             return False
         args = host.get("args")
-        number = event.get("id")
-        same = args.__class__ is dict and args.get("correlation") == number and number.__class__ is int
-        key = (index, tuple(event), event["ph"], event.get("cat"), event.get("name"), event.get("bp"), same)
+        same = args.__class__ is dict and args.get("correlation") == number and args["correlation"].__class__ is int
+        key = (before.index, tuple(event), event["ph"], event.get("cat"), event.get("name"), event.get("bp"), same)
         slot = self._flows.get(key)
         if slot is None:
-            if not _FLOW_KEYS.issuperset(event) or number.__class__ is not int:
-                return False
             constants = tuple((name, event[name]) for name in event if name not in ("id", "pid", "tid", "ts"))
-            if any(value.__class__ is not str for _, value in constants):
+            if not _FLOW_KEYS.issuperset(event) or any(value.__class__ is not str for _, value in constants):
                 return False
-            before = self._slots[index]
             names, types = before.names, before.types
             if not same:
                 names, types = (*names, "flow"), (*types, "i")
             flow = Flow(tuple(event), constants, same)
-            self._slots.append(_Slot(before.keys, before.args, before.ph, before.cat, names, types, flow))
-            slot = self._flows[key] = len(self._slots) - 1
-        elif number.__class__ is not int:
-            return False
-        row = self._slots[index].rows.pop()
-        self._slots[slot].rows.append(row if same else (*row, number))
-        self._order[-1] = slot
+            slot = self._add_slot(_Slot(before.keys, before.args, before.ph, before.cat, names, types, flow))
+            self._flows[key] = slot
+        row = before.rows.pop()
+        slot.rows.append(row if same else (*row, number))
+        self._order[-1] = slot.index
         return True
 
     # --- columns ------------------------------------------------------------------------------------------------------
@@ -258,13 +256,13 @@ class ColumnBuilder:
         final = np.zeros(len(self._slots), np.uint32)
         for index, slot in enumerate(self._slots):
             if slot.rows:
-                final[index] = self._convert(slot)
+                final[index] = self._convert(index, slot)
         self._orders.append(final[np.array(self._order, np.int64)])
         self._num_rows += len(self._order)
         self._order.clear()
         self._last = None
 
-    def _convert(self, slot: _Slot) -> int:
+    def _convert(self, number: int, slot: _Slot) -> int:
         fields: list[tuple[str, str]] = []
         arrays: list[Array] = []
         for name, letter, values in zip(slot.names, slot.types, zip(*slot.rows, strict=True), strict=True):
@@ -276,7 +274,7 @@ class ColumnBuilder:
             fields, arrays = [("none", "b")], [np.zeros(len(slot.rows), np.uint8)]
         slot.rows.clear()
         shape = Shape(slot.keys, slot.args, slot.ph, slot.cat, tuple(fields), slot.flow, slot.odd)
-        index = self._shapes.setdefault(shape, len(self._shapes))
+        index = self._shapes.setdefault((number, shape), len(self._shapes))
         if index == len(self._data):
             self._data.append([])
         self._data[index].append(arrays)

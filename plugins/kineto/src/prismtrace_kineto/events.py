@@ -32,7 +32,7 @@ def _dictionary(codes: Ints, strings: list[Any]) -> DictionaryColumn[str]:
     local = [-1 if code < 0 or strings[code] is None else known.setdefault(printable(strings[code]), len(known))
              for code in distinct.tolist()]  # fmt: skip
     place = np.array(local, np.int32)[inverse] if len(codes) else np.zeros(0, np.int32)
-    return DictionaryColumn(place.astype(np.int32), list(known))
+    return DictionaryColumn(place.astype(np.int32), tuple(known))
 
 
 def event_columns(line: Timeline, unit_of: Ints, *, python: bool) -> tuple[dict[str, Any], int]:
@@ -60,7 +60,7 @@ def event_columns(line: Timeline, unit_of: Ints, *, python: bool) -> tuple[dict[
         columns["kineto.external_id"] = line.external_id[rows]
     phase = line.flow_phase[rows]
     if (phase >= 0).any():
-        columns["kineto.flow_kind"] = DictionaryColumn(phase.astype(np.int32), ["start", "step", "end"])
+        columns["kineto.flow_kind"] = DictionaryColumn(phase.astype(np.int32), ("start", "step", "end"))
     return columns, left_out
 
 
@@ -79,11 +79,10 @@ def track_columns(line: Timeline) -> dict[str, Any]:
             processes[pid] = printable(name)
     device = line.in_categories(frozenset({"kernel", "gpu_memcpy", "gpu_memset", "gpu_user_annotation"}))
     on_device = set(np.unique(line.track[device]).tolist())
-    hosts = {
-        *np.unique(line.track[line.in_categories(frozenset({"cpu_op", "cuda_runtime", "user_annotation"}))]).tolist()
-    }
-    columns: dict[str, list[Any]] = {name: [] for name in
-                                     ("name", "process", "kind", "process_id", "thread_id", "device", "stream")}  # fmt: skip
+    host = line.in_categories(frozenset({"cpu_op", "cuda_runtime", "user_annotation"}))
+    hosts = set(np.unique(line.track[host]).tolist())
+    names = ("name", "process", "kind", "process_id", "thread_id", "device", "stream")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
     for number, (pid, tid) in enumerate(line.tracks):
         is_device = number in on_device
         kind_of = TrackKind.DEVICE_STREAM if is_device else TrackKind.HOST if number in hosts else TrackKind.OTHER

@@ -23,12 +23,12 @@ _REPORT_SECONDS: Final = 2.0
 
 
 class _JsonExporter(TraceExporter):
-    """What both exporters share. A name that ends in .json or .json.gz is one file, any other a folder of one file a rank."""
+    """What both exporters share. A name that ends in .json or .json.gz is one file, others are folders."""
 
     def export_trace(
         self, source: Path, *, output: Path, options: Mapping[str, str], report: Callable[[str], None]
     ) -> ConversionReport:  # fmt: skip
-        """See the base class. ``-O lossless=true`` demands the imported JSON, ``false`` forbids it; else it is used where there is one."""
+        """See the base class. Imported JSON is used where there is some: lossless=true demands it, false forbids it."""
         for name, value in options.items():
             if name not in ("lossless", "events"):
                 raise UsageError(
@@ -76,11 +76,11 @@ def _is_file(output: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
+def _opened(path: Path, *, packed: bool) -> Iterator[IO[bytes]]:
     with path.open("wb") as raw:
-        if path.name.removesuffix(".tmp").endswith(".gz"):
-            with gzip.GzipFile("", "wb", 6, raw, mtime=0) as packed:
-                yield cast("IO[bytes]", packed)
+        if packed:
+            with gzip.GzipFile("", "wb", 6, raw, mtime=0) as file:
+                yield cast("IO[bytes]", file)
         else:
             yield raw
 
@@ -125,7 +125,7 @@ def _export_lossless(
                 raise UsageError(f"{output} is one file, the trace has {len(documents)} ranks", hint="name a folder")
             for number, around in enumerate(documents):
                 path = target if _is_file(output) else target / f"rank-{around.rank}.pt.trace.json.gz"
-                with _opened(path) as file:
+                with _opened(path, packed=not _is_file(output) or output.name.endswith(".gz")) as file:
                     count += restore.write_document(columns, number, around, file)
                 files += 1
                 if time.monotonic() - told > _REPORT_SECONDS:
@@ -142,12 +142,12 @@ def _export_units(job: ChromeJob, output: Path, report: Callable[[str], None]) -
     told = time.monotonic()
     with _target(output) as target:
         if _is_file(output):
-            with _opened(target) as file:
+            with _opened(target, packed=output.name.endswith(".gz")) as file:
                 count += job.write(job.ranks, file)
             files = 1
         else:
             for rank in job.ranks:
-                with _opened(target / f"rank-{rank}.json.gz") as file:
+                with _opened(target / f"rank-{rank}.json.gz", packed=True) as file:
                     count += job.write((rank,), file)
                 files += 1
                 if time.monotonic() - told > _REPORT_SECONDS:

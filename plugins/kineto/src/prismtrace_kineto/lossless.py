@@ -1,7 +1,8 @@
-"""Columns of events as one compact block and back, nothing lost. Knows neither files nor the meaning of keys but `ts` and `dur`.
+"""Columns of events as one compact block and back, nothing lost. Knows no files, and few keys.
 
-Layout, in the order of the streams: strings; documents; shapes; the shape of every row; the track of every row; names; times; all other columns.
-A column is kept once for each category and key, in row order or sorted by name, whichever is smaller.
+Layout, in the order of the streams: strings; documents; shapes; the shape of every row; the track of every row; names;
+times; all other columns. A column is kept once for each category and key, in row order or sorted by
+name, whichever is smaller.
 """
 
 from __future__ import annotations
@@ -332,26 +333,19 @@ def _sizes(context: Array, gaps: Array) -> tuple[Ints, Ints]:
 
 
 def _by_context(context: Array, first: Array, sizes: tuple[Ints, Ints]) -> Ints:
-    """A permutation of the gaps that brings alike ones together: by size and identity of this point and the one before."""
+    """A permutation of the gaps that brings alike ones together: by this point and the one before, by their sizes."""
     distinct, size = sizes
     before = np.concatenate([context[:1], context[:-1]])[~first]
     here = context[~first]
     known = np.append(size, 0)
 
+    ordered = np.lexsort((np.arange(len(known)), known))
+    position = np.empty(len(known), np.int64)
+    position[ordered] = np.arange(len(known))
+
     def rank(points: Array) -> Ints:
         place = np.searchsorted(distinct, points)
-        place = (
-            np.where(
-                (place < len(distinct)) & (distinct[np.minimum(place, len(distinct) - 1)] == points),
-                place,
-                len(distinct),
-            )
-            if len(distinct)
-            else np.zeros(len(points), np.int64)
-        )
-        ordered: Ints = np.lexsort((np.arange(len(known)), known))
-        position = np.empty(len(known), np.int64)
-        position[ordered] = np.arange(len(known))
-        return position[place]
+        missing = np.append(distinct, -1)[place] != points
+        return position[np.where(missing, len(distinct), place)]
 
     return np.lexsort((rank(before), rank(here)))

@@ -23,7 +23,7 @@ def in_time_order(track: Array, start: Array, end: Array) -> Ints:
 def crossing(track: Array, start: Array, end: Array) -> NDArray[np.bool_]:
     """Which spans (in time order) reach over the end of a span that began before them and still runs."""
     result = np.zeros(len(track), np.bool_)
-    _, order, begins, who = _points(track, start, end)
+    _, begins, who = _points(track, start, end)
     paired = _ends(begins, np.cumsum(np.where(begins, 1, -1)))
     wrong = np.zeros(len(track), np.bool_)
     actual = who[~begins]
@@ -43,8 +43,8 @@ def crossing(track: Array, start: Array, end: Array) -> NDArray[np.bool_]:
     return result
 
 
-def _points(track: Array, start: Array, end: Array) -> tuple[Ints, Ints, NDArray[np.bool_], Ints]:
-    """Times, order, kind and span of all begins and ends of spans that are in time order."""
+def _points(track: Array, start: Array, end: Array) -> tuple[Ints, NDArray[np.bool_], Ints]:
+    """Times, kind and span of all begins and ends of spans that are in time order."""
     count = len(track)
     index = np.arange(count)
     times = np.concatenate([start, end])
@@ -52,7 +52,7 @@ def _points(track: Array, start: Array, end: Array) -> tuple[Ints, Ints, NDArray
     ties = np.concatenate([2 * index + 1, np.where(end == start, 2 * index + 2, -index)])
     order = np.lexsort((ties, times, np.concatenate([track, track])))
     begins = order < count
-    return times[order], order, begins, np.where(begins, order, order - count)
+    return times[order], begins, np.where(begins, order, order - count)
 
 
 def _ends(begins: NDArray[np.bool_], depth: Array) -> Ints:
@@ -73,7 +73,7 @@ def to_gaps(track: Array, start: Array, end: Array) -> tuple[NDArray[np.bool_], 
 
     The first gap of a track is its absolute time.
     """
-    times, _, begins, who = _points(track, start, end)
+    times, begins, who = _points(track, start, end)
     gaps = np.diff(times, prepend=0)
     first = np.diff(track[who], prepend=-1) != 0
     gaps[first] = times[first]

@@ -35,7 +35,7 @@ def _filters(size: int, *, text: bool) -> list[dict[str, int]]:
     return [
         {
             "id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": min(dictionary, 1 << 26),
-            "lc": 4 if text else 0, "lp": 0, "pb": 0, "nice_len": 128,
+            "lc": 4 if text else 0, "lp": 0, "pb": 0, "mf": lzma.MF_HC4, "nice_len": 64,
         }
     ]  # fmt: skip
 
@@ -87,9 +87,9 @@ _estimator: Final = zstandard.ZstdCompressor(level=1)
 
 def _coded(values: NDArray[np.int64], how: str, order: Array | None, other: Array | None) -> tuple[int, int, bytes]:
     """Base, width and bytes of `values` in the coding `how`."""
-    if "r" in how:
+    if "r" in how and other is not None:
         values = values - other
-    if "s" in how:
+    if "s" in how and order is not None:
         values = values[order]
     if "d" in how:
         base = int(values[0]) if len(values) else 0

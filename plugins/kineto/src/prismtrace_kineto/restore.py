@@ -135,10 +135,6 @@ def write_document(columns: Columns, document: int, around: DocumentText, file: 
     for rows in event_texts(columns, document):
         file.write(((",\n" if count else "\n") + ",\n".join(rows)).encode("utf-8"))
         count += len(rows)
-    is_open = around.prefix.endswith("[")
-    closing = "\n]" if is_open else ""
-    if around.prefix.startswith("{") and not (around.prefix.endswith("}") and not is_open):
-        closing += "}"
-    suffix = around.suffix or closing
+    suffix = around.suffix or ("\n]}" if around.prefix.startswith("{") else "\n]")
     file.write(suffix.encode("utf-8", "surrogateescape"))
     return count

@@ -12,11 +12,12 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import IO, Any, Final
 
 READ_BYTES: Final = 1 << 20
 _MAX_DIGITS: Final = 4000
+_NO_JSON: Final = (ValueError, StopIteration, RecursionError, InvalidOperation)
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
 _GAP: Final = re.compile(r"[ \t\n\r,]*")
 _CUT: Final = re.compile(r"\}[ \t\n\r]*,[ \t\n\r]*\{")
@@ -40,14 +41,15 @@ def _pairs_counter(counts: list[int]) -> Callable[[list[tuple[str, Any]]], dict[
 # Numbers with a fraction or an exponent stay decimals: no digit is lost. `strict=False` lets control characters pass.
 _FAST: Final = json.JSONDecoder(parse_float=Decimal, parse_constant=Decimal, strict=False)
 _EXACT: Final = json.JSONDecoder(parse_float=Decimal, parse_constant=Decimal, parse_int=_integer, strict=False)
+_scan_once: Final[Callable[[str, int], tuple[Any, int]]] = _EXACT.scan_once  # type: ignore[attr-defined]
 
 
 def decode(text: str) -> Any:
     """The value of a JSON text with decimals for fractions; raises ValueError."""
     try:
         return _EXACT.decode(text)
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+    except (RecursionError, InvalidOperation) as error:
+        raise ValueError("nested too deeply, or a number of absurd size") from error
 
 
 @dataclass
@@ -61,6 +63,7 @@ class ScanReport:
     truncated: bool = False
     read_error: str = ""
     num_duplicate_keys: int = 0
+    num_trailing: int = 0
     has_events: bool = False
 
 
@@ -68,7 +71,8 @@ class ScanReport:
 class TraceScanner:
     """One document. Iterate `blocks` to the end, then `prefix`, `suffix` and `report` are complete.
 
-    `prefix` is the text up to and with the ``[`` of the events, `suffix` the text from its ``]`` on.
+    `prefix` is the text up to and with the ``[`` of the events, `suffix` that from its ``]`` on (empty when the events
+    are cut off), with the white space between keys made equal.
     """
 
     file: IO[bytes]
@@ -117,13 +121,15 @@ class TraceScanner:
         """Parses one value at the current place and gives it with its text; raises ValueError when there is none."""
         while True:
             try:
-                value, end = _EXACT.scan_once(self._text, self._at)
-            except (ValueError, StopIteration, RecursionError) as error:
+                value, end = _scan_once(self._text, self._at)
+            except _NO_JSON as error:
                 if self._more():
                     continue
                 raise ValueError(str(error)) from error
-            if end == len(self._text) and self._more():
-                continue  # a number may go on
+            if end == len(self._text) and not isinstance(value, dict | list | str):
+                if self._more():
+                    continue  # a number may go on
+                raise ValueError("a value may be cut off")
             begin, self._at = self._at, end
             return value, self._text[begin:end]
 
@@ -139,39 +145,62 @@ class TraceScanner:
             self._at += 1
             self.prefix = "["
             yield from self._events()
+            if not self.report.truncated:
+                self.suffix = "]"
+                self._rest()
             return
         if first != "{":
             raise ValueError("the text is neither an object nor an array")
-        seen: list[str] = ["{"]
         self._at += 1
-        while not self.report.has_events:
+        yield from self._pairs()
+
+    def _pairs(self) -> Iterator[list[Any]]:
+        """What stands in the outer object. Cut off, `prefix` and `suffix` hold what was whole and are closed."""
+        report, parts = self.report, ["{"]
+        while True:
             character = self._skip(_GAP)
             if character == "}":
-                seen.append("}")
-                break
-            if not character:
-                self.report.truncated = True
+                self._at += 1
                 break
             try:
+                if not character:
+                    raise ValueError("the end is missing")
                 key, _ = self._value()
                 if self._skip(_SPACE) != ":":
                     raise ValueError("a colon is missing")
                 self._at += 1
-                lead = ", " if len(seen) > 1 else ""
-                if key == "traceEvents" and self._skip(_SPACE) == "[":
+                lead = ", " if len(parts) > 1 or parts[0] == "]" else ""
+                if key == "traceEvents" and not report.has_events and self._skip(_SPACE) == "[":
                     self._at += 1
-                    seen.append(f'{lead}"traceEvents": [')
-                    self.prefix = "".join(seen)
+                    parts.append(f'{lead}"traceEvents": [')
+                    self.prefix, parts = "".join(parts), ["]"]
                     yield from self._events()
-                    return
+                    if report.truncated:
+                        return
+                    continue
                 self._skip(_SPACE)
                 _, text = self._value()
-                seen.append(f"{lead}{json.dumps(key)}: {text}")
+                if self._skip(_SPACE) not in ("", ",", "}"):
+                    raise ValueError("a comma is missing")
+                parts.append(f"{lead}{json.dumps(key)}: {text}")
             except ValueError:
-                self.report.truncated = True
+                report.truncated = True
                 self._lose()
                 break
-        self.prefix = "".join(seen)
+        parts.append("}")
+        if report.has_events:
+            self.suffix = "".join(parts)
+        else:
+            self.prefix = "".join(parts)
+        self._rest()
+
+    def _rest(self) -> None:
+        if self._skip(_SPACE):
+            self.report.num_trailing += len(self._text) - self._at
+            self._at = len(self._text)
+            while self._more():
+                self.report.num_trailing += len(self._text)
+                self._at = len(self._text)
 
     def _lose(self) -> None:
         self.report.first_damage = self.report.first_damage or self._passed + self._at
@@ -186,7 +215,8 @@ class TraceScanner:
         while True:
             character = self._skip(_GAP)
             if character == "]":
-                break
+                self._at += 1
+                return
             if not character:
                 self.report.truncated = True
                 return
@@ -196,13 +226,8 @@ class TraceScanner:
             if events:
                 self.report.num_events += len(events)
                 yield events
-        parts: list[str] = []
-        while True:
-            parts.append(self._text[self._at :])
-            self._at = len(self._text)
-            if not self._more():
-                break
-        self.suffix = "".join(parts)
+            if self.report.truncated:
+                return
 
     def _block(self) -> list[Any] | None:
         """All events up to the last cut in the buffer; None when they cannot be parsed together."""
@@ -218,7 +243,7 @@ class TraceScanner:
         part = text[start : cut + 1]
         try:
             events: list[Any] = _FAST.decode(f"[{part}]")
-        except (ValueError, RecursionError):
+        except _NO_JSON:
             self._failures += 1
             return None
         self._at = cut + 1
@@ -227,9 +252,11 @@ class TraceScanner:
 
     def _count_duplicates(self, part: str, events: list[Any]) -> None:
         """Object keys that come twice: the last one counts, as in every JSON reader. Looked for when counts differ."""
-        keys = sum(len(event) + (len(event["args"]) if type(event.get("args")) is dict else 0)
-                   for event in events if type(event) is dict)  # fmt: skip
-        if part.count('":') + part.count('" :') != keys:
+        try:
+            keys = sum(map(len, events)) + sum([len(event["args"]) for event in events if "args" in event])
+        except (TypeError, KeyError, IndexError):
+            keys = -1  # unusual events: look
+        if part.count('":') != keys or '" :' in part:
             counts = [0]
             json.loads(f"[{part}]", object_pairs_hook=_pairs_counter(counts), strict=False)
             self.report.num_duplicate_keys += counts[0]
@@ -243,15 +270,19 @@ class TraceScanner:
                 return events
             begin = self._at
             try:
-                value, end = _EXACT.scan_once(self._text, begin)
-            except (ValueError, StopIteration, RecursionError):
+                value, end = _scan_once(self._text, begin)
+            except _NO_JSON:
                 if len(self._text) - begin < _MAX_EVENT and self._more():
                     continue
                 if self._resync(begin):
                     continue
                 return events
-            if end == len(self._text) and not isinstance(value, dict | list | str) and self._more():
-                continue  # a number may go on
+            if end == len(self._text) and not isinstance(value, dict | list | str):
+                if not self._more():  # a number that may be cut off
+                    self.report.truncated = True
+                    self._lose()
+                    return events
+                continue
             if self._doubtful and not (type(value) is dict and "ph" in value):
                 if not self._resync(begin):
                     return events

@@ -48,7 +48,7 @@ class GzipStream:
                     return b""
                 self._inflate = zlib.decompressobj(wbits=31)
             if not self._pending and not self._fill():
-                self.damage = "the gzip data end early"
+                self._end_early()
                 return cast(bytes, self._inflate.flush())
             try:
                 data: bytes = self._inflate.decompress(self._pending, size)
@@ -65,8 +65,14 @@ class GzipStream:
 
     def _fill(self) -> bool:
         if not self._pending:
-            self._pending = self._file.read(_INPUT_BYTES)
+            try:
+                self._pending = self._file.read(_INPUT_BYTES)
+            except EOFError as error:
+                self.damage = str(error)
         return bool(self._pending)
+
+    def _end_early(self) -> None:
+        self.damage = self.damage or "the gzip data end early"
 
     def _rest_is_gzip(self) -> bool:
         """Zeros behind the last member are padding; anything else is damage."""
@@ -74,6 +80,19 @@ class GzipStream:
             self.damage = "bytes that are no gzip follow the gzip data"
         self._pending = b""
         return False
+
+
+class _Member:
+    """A file in a tar archive: that it is cut off is an EOFError."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except tarfile.TarError as error:
+            raise EOFError(f"the archive is cut off: {error}") from error
 
 
 class _FullReads:
@@ -171,9 +190,9 @@ def _members(path: Path, file: IO[bytes], stream: GzipStream | None, notes: list
                 if content is None:
                     continue
                 count += 1
-                packed = GzipStream(content) if member.name.endswith(".gz") else None
-                name = f"{path}:{member.name}"
-                yield Document(name, cast("IO[bytes]", packed or content), packed, member.size)
+                inner = cast("IO[bytes]", _Member(content))
+                packed = GzipStream(inner) if member.name.endswith(".gz") else None
+                yield Document(f"{path}:{member.name}", cast("IO[bytes]", packed or inner), packed, member.size)
     except tarfile.TarError as error:
         if not count:
             raise UnreadableError(str(path), reason=f"not a tar archive: {error}") from error

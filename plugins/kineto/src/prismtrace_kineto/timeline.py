@@ -80,11 +80,13 @@ class Timeline:
     def in_categories(self, wanted: frozenset[str]) -> NDArray[np.bool_]:
         """Which rows have a category of this set (lower case)."""
         known = np.array([(name or "").lower() in wanted for name in self.categories] + [False], np.bool_)
-        return known[self.category]
+        result: NDArray[np.bool_] = known[self.category]
+        return result
 
     def is_phase(self, letter: str) -> NDArray[np.bool_]:
         """Which rows have this `ph`."""
-        return self.phase == (self.phases.index(letter) if letter in self.phases else -2)
+        result: NDArray[np.bool_] = self.phase == (self.phases.index(letter) if letter in self.phases else -2)
+        return result
 
 
 def timelines(columns: Columns, bases: Sequence[int]) -> list[Timeline]:

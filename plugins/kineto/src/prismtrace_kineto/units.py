@@ -41,8 +41,11 @@ class RankUnits:
 def steps_of(line: Timeline) -> tuple[Ints, Ints, Ints, int]:
     """Step numbers, starts and ends by ProfilerStep annotations of the CPU, and how many were left out."""
     strings = line.columns.strings
-    wanted = {code: int(found[1]) for code, text in enumerate(strings)
-              if text.startswith("Profiler") and (found := naming.STEP_NAME.match(text)) and len(found[1]) < 10}  # fmt: skip
+    wanted: dict[int, int] = {}
+    for code, text in enumerate(strings):
+        found = naming.STEP_NAME.match(text)
+        if found and len(found[1]) < 10:
+            wanted[code] = int(found[1])
     device = line.in_categories(frozenset({"gpu_user_annotation"}))
     rows = np.flatnonzero(np.isin(line.name, list(wanted)) & ~device & (line.end_ns != ABSENT))
     rows = rows[np.argsort(line.start_ns[rows], kind="stable")]

@@ -139,10 +139,12 @@ def in_child(setup: str, work: str) -> tuple[float, float]:
 
 def measure_json(folder: Path, repeats: int, data: Path | None) -> None:
     """Reading all columns into numpy against json.load of one JSON object a unit, each in a fresh process."""
-    shape = JobShape(num_ranks=128)
-    jobs: dict[str, Job] = {"generated 128 ranks": {rank: units_of(shape, rank) for rank in range(shape.num_ranks)}}
+    shape = JobShape(num_ranks=32, num_units=16_000)
+    jobs: dict[str, Job] = {
+        "generated, 32 ranks x 16,000 units": {rank: units_of(shape, rank) for rank in range(shape.num_ranks)}
+    }
     if data is not None:
-        jobs["straggler_analysis ST"] = straggler(data / "straggler_analysis/trace-ST.parquet")
+        jobs["straggler_analysis ST, 8 ranks x 848 units"] = straggler(data / "straggler_analysis/trace-ST.parquet")
     for name, job in jobs.items():
         trace, text = folder / "read.prism", folder / "read.json"
         write_job(trace, job)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import StreamPart
-from prismtrace.columns import DIGEST_BYTES, Rows
+from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
 from prismtrace.encoding import (
     MAX_STREAM_BYTES,
     Stream,
@@ -205,13 +205,16 @@ class _Encoder:
         if self._strings:
             encoded = [text.encode("utf-8") for text in self._strings]
             lengths = np.array([len(text) for text in encoded], np.int64)
-            if lengths.sum() > MAX_STREAM_BYTES:
-                raise TraceUsageError(f"strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time")
+            if lengths.sum() > MAX_STREAM_BYTES or len(lengths) > MAX_DICTIONARY:
+                message = f"{len(lengths)} strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time"
+                raise TraceUsageError(message)
             self._streams += [
                 encode_integers(lengths, column=DICTIONARY_COLUMN, part=StreamPart.STRING_LENGTHS),
                 encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, part=StreamPart.STRING_BYTES),
             ]
         if self._digests:
+            if len(self._digests) > MAX_DICTIONARY:
+                raise TraceUsageError(f"{len(self._digests)} digests in one chunk; add fewer rows at a time")
             raw = b"".join(self._digests)
             stream = encode_bytes(raw, column=DICTIONARY_COLUMN, part=StreamPart.DIGESTS, width=DIGEST_BYTES)
             self._streams.append(stream)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
-from prismtrace.columns import DIGEST_BYTES, MAX_LIST_VALUES
+from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, MAX_LIST_VALUES
 from prismtrace.encoding import Stream, check_stream, decode_floats, decode_integers, stream_bytes
 from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
@@ -295,8 +295,16 @@ class ChunkDecoder:
         codes[... if valid is None else valid] = values
         return DictionaryColumn(codes, dictionary)
 
+    def _check_dictionary(self, part: int) -> None:
+        """Refuses a dictionary that is too large before anything of it is built."""
+        found = self._streams.get((DICTIONARY_COLUMN, part))
+        if found is not None and found[0].num_values > MAX_DICTIONARY:
+            message = f"a dictionary of {found[0].num_values} values"
+            raise TraceLimitError(message, path=self._path, offset=self._data_offset + found[1])
+
     def _string_table(self) -> tuple[str, ...]:
         if self._strings is None:
+            self._check_dictionary(StreamPart.STRING_LENGTHS)
             lengths = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_LENGTHS)
             data = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_BYTES)
             if lengths is None and data is None:
@@ -305,16 +313,17 @@ class ChunkDecoder:
             if lengths is None or data is None:
                 raise self._error("a string dictionary without lengths or without bytes")
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-            ends = _ends(sizes, len(data[1]))
-            if ends is None:
+            if not _add_up(sizes, len(data[1])):
                 raise self._error("string lengths do not add up")
             raw = data[1]
+            ends = np.cumsum(sizes).tolist()
             own = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
             self._strings = (*self._shared(), *own)
         return self._strings
 
     def _digest_table(self) -> tuple[bytes, ...]:
         if self._digests is None:
+            self._check_dictionary(StreamPart.DIGESTS)
             found = self._raw(DICTIONARY_COLUMN, StreamPart.DIGESTS)
             if found is None:
                 return ()
@@ -335,7 +344,7 @@ class ChunkDecoder:
                 f"column {spec.name} has {data[0].num_values} elements", path=self._path, offset=data[2]
             )
         sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-        if _ends(sizes, data[0].num_values) is None:
+        if not _add_up(sizes, data[0].num_values):
             raise self._error(f"column {spec.name}: list lengths do not add up")
         values = decode_integers(data[0], data[1], path=self._path, offset=data[2])
         valid = self._validity(spec)
@@ -348,9 +357,8 @@ class ChunkDecoder:
         return ListColumn(offsets, values, valid)
 
 
-def _ends(sizes: NDArray[np.int64], total: int) -> list[int] | None:
-    """Running sums of `sizes`, or None when they are not sizes that add up to `total`."""
+def _add_up(sizes: NDArray[np.int64], total: int) -> bool:
+    """Whether these are sizes, and `total` is their sum."""
     if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > total):
-        return None
-    ends: list[int] = np.cumsum(sizes).tolist()
-    return ends if (ends[-1] if ends else 0) == total else None
+        return False
+    return int(sizes.sum()) == total

@@ -138,11 +138,14 @@ def time_range(columns: Mapping[str, Column]) -> tuple[int, int]:
 
 
 def _range(columns: list[Any], absent: int) -> tuple[int, int] | None:
-    found = [column[column != absent] for column in columns if column is not None]
-    found = [column for column in found if len(column)]
-    if not found:
-        return None
-    return min(int(column.min()) for column in found), max(int(column.max()) for column in found)
+    found = []
+    for column in columns:
+        if column is not None and len(column):
+            if int(column.min()) == absent:  # the smallest value of the type
+                column = column[column != absent]
+            if len(column):
+                found.append((int(column.min()), int(column.max())))
+    return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
 def _uses(rows: Rows, shared: SharedStrings) -> bool:
@@ -250,7 +253,7 @@ class _Encoder:
         if valid is not None:
             if not self._add_validity(spec, valid, explicit=explicit):
                 return
-            values = values[valid]
+            values = values.take(np.flatnonzero(valid))
         elif not spec.optional and not values.any() and not explicit:
             return
         if spec.type is ColumnType.UINT64:

@@ -59,6 +59,8 @@ class ChunkDecoder:
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._valid: dict[int, NDArray[np.bool_] | None] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
+        self._masks: dict[bytes, NDArray[np.bool_]] = {}
+        self._places: dict[int, NDArray[np.int64]] = {}
         self._strings: tuple[str, ...] | None = None
         self._digests: tuple[bytes, ...] | None = None
         position = 0
@@ -137,10 +139,13 @@ class ChunkDecoder:
             rows = self._meta.num_rows
             if stream.encoding != Encoding.PLAIN or stream.width != 1 or stream.num_values != (rows + 7) // 8:
                 raise TraceFormatError(f"validity of column {spec.name}", path=self._path, offset=offset)
-            bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
-            if bits[rows:].any():
-                raise TraceFormatError(f"validity of column {spec.name} past its end", path=self._path, offset=offset)
-            valid = bits[:rows].view(np.bool_)
+            valid = self._masks.get(raw)
+            if valid is None:
+                bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+                if bits[rows:].any():
+                    message = f"validity of column {spec.name} past its end"
+                    raise TraceFormatError(message, path=self._path, offset=offset)
+                valid = self._masks[raw] = bits[:rows].view(np.bool_)
         self._valid[spec.column_id] = valid
         return valid
 
@@ -268,8 +273,15 @@ class ChunkDecoder:
         valid = self._validity(spec)
         if valid is None:
             return typed
-        full = np.full(self._meta.num_rows, absent, dtype)
-        full[valid] = typed
+        return self._spread(typed, valid, absent)
+
+    def _spread(self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float) -> NDArray[Any]:
+        """The values in the rows that have one, `absent` in the others."""
+        places = self._places.get(id(valid))  # masks live as long as this decoder, or its role's
+        if places is None:
+            places = self._places[id(valid)] = np.flatnonzero(valid)
+        full = np.full(self._meta.num_rows, absent, values.dtype)
+        full[places] = values
         return full
 
     def _floats(self, spec: ColumnSpec) -> Column:
@@ -282,9 +294,7 @@ class ChunkDecoder:
         valid = self._validity(spec)
         if valid is None:
             return values
-        full = np.full(self._meta.num_rows, np.nan)
-        full[valid] = values
-        return full
+        return self._spread(values, valid, np.nan)
 
     def _dictionary(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
         dictionary: tuple[Any, ...] = self._string_table() if spec.type is ColumnType.STRING else self._digest_table()

@@ -179,7 +179,7 @@ def _finish(job: Job) -> None:
         job.notes.append("ranks have different baseTimeNanoseconds; it was added to each rank's times")
     if len(job.ranks) > 1:
         job.notes.append(
-            "clocks of hosts are taken as they are; if they differ import the hosts apart and `prism merge --align` them"
+            "clocks of hosts are taken as they are; if they differ, import hosts apart and `prism merge --align` them"
         )
     missing = sorted(set(range(job.world_size)) - set(job.ranks))
     if missing:

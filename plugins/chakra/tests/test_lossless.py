@@ -61,7 +61,7 @@ def test_every_chakra_node_comes_back(tmp_path: Path) -> None:
 
 @needs_events
 def test_every_pytorch_node_comes_back(tmp_path: Path) -> None:
-    sources = [DATA / f"gloo_et_{rank}.json.gz" for rank in range(2)]
+    sources = [DATA / f"gloo_et_{rank}.json" for rank in range(2)]
     report = PyTorchExecutionTraceImporter().import_trace(
         sources, output=tmp_path / "o.prism", options=OPTIONS, report=print
     )

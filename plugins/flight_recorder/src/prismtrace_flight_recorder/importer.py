@@ -113,6 +113,8 @@ class FlightRecorderImporter(TraceImporter):
 def _looks_right(head: bytes) -> bool:
     start = head.lstrip()[:1]
     if start == b"{":
+        if b'"traceEvents"' in head or b'"distributedInfo"' in head:
+            return False  # a profile, whose process groups are called alike
         return b'"pg_config"' in head or (b'"entries"' in head and b'"profiling_name"' in head)
     return start in (b"\x80", b"}", b"(") and (b"profiling_name" in head or b"pg_config" in head)
 

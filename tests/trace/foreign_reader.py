@@ -15,7 +15,7 @@ from foreign_chunk import TYPE_NAMES, TYPES, Chunk, Refused, expand, need
 
 MAGIC = b"\x89PRSM\x01\r\n"
 FRAME = struct.Struct("<4sBBHIIQII")
-STREAM = struct.Struct("<qIIIIIHHBBBBI")
+STREAM = struct.Struct("<qIIIIIHHBBBBBBH")
 CHUNK_ENTRY = struct.Struct("<QQQqqQIiiiIIIIBBHI")
 RANGE = struct.Struct("<iIi")
 PAYLOAD_ENTRY = struct.Struct("<16sQQQQIBBH")

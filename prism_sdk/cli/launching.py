@@ -75,7 +75,9 @@ _LAUNCH_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    option("--steps", type=STEPS, help="Keep steps (record: values of steps) A up to, not including, B: 2:10, :10.  [default: all]"),
+    option(
+        "--steps", type=STEPS, help="Keep steps A up to, not including, B (record: their values).  [default: all]"
+    ),
     option(
         "--adapter", "adapters", metavar="NAME", multiple=True, help="Use this framework adapter only (repeatable)."
     ),

@@ -264,7 +264,7 @@ class Coordinator(Policy):
             return None
         if operation.is_reduction:
             return self._try_reduction(rank, operation, claim)
-        return ("ready", {g: (p.contribution, p.send_bytes) for g, p in operation.posts.items()}, None, operation.clock)
+        return ("ready", operation.packed(), None, operation.clock)
 
     def _try_reduction(self, rank: int, operation: Operation, claim: bool) -> tuple[Any, ...] | None:
         if operation.result is not None:

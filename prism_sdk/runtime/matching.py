@@ -5,6 +5,7 @@ Responsible for operations in flight and for finding mismatches; it neither comp
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,20 @@ class Operation:
     combiner: int | None = None  # rank that computes the reduction
     result: tuple[int, Contribution, Any] | None = None  # (rank that owns it, where it lies, payload digest)
     taken: int = 0
+    clock: int = 0  # logical time at which the last member so far posted
+    _packed: bytes | None = None
+
+    def add(self, group_rank: int, post: Post) -> None:
+        """One more member is here."""
+        self.posts[group_rank] = post
+        self.clock = max(self.clock, post.clock)
+
+    def packed(self) -> bytes:
+        """What every member gave, pickled once for all who read it: a reply each would be quadratic in the group."""
+        if self._packed is None:
+            given = {group_rank: (post.contribution, post.send_bytes) for group_rank, post in self.posts.items()}
+            self._packed = pickle.dumps(given, protocol=5)
+        return self._packed
 
     @property
     def is_reduction(self) -> bool:
@@ -58,11 +73,6 @@ class Operation:
     @property
     def complete(self) -> bool:
         return len(self.posts) == self.size
-
-    @property
-    def clock(self) -> int:
-        """Logical time at which the last member so far posted."""
-        return max((post.clock for post in self.posts.values()), default=0)
 
     def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Global ranks that have not posted yet."""
@@ -116,7 +126,7 @@ class Matcher:
             self.operations[key] = operation
         elif operation.signature != signature:
             self._check(operation, signature, post)
-        operation.posts[group_rank] = post
+        operation.add(group_rank, post)
         if key[0] == "p":
             _, group_id, source, destination, tag, seq = key
             self.mail.setdefault((group_id, destination, tag), {}).setdefault(source, []).append(seq)

@@ -5,6 +5,7 @@ Responsible for the rank's side of an operation; matching and scheduling are the
 
 from __future__ import annotations
 
+import pickle
 import sys
 import threading
 import traceback
@@ -31,7 +32,9 @@ from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork, outstanding_works
 from prismtrace.model import Op
 
-INLINE_BYTES = 16384  # contributions up to this travel inside the message
+# contributions up to this travel inside the message; in large groups a share of it, because every member gets them all
+INLINE_BYTES = 16384
+_LARGE_GROUP = 64
 
 
 class Conversation:
@@ -152,7 +155,7 @@ class RecordSeam(Seam):
         contribution: Contribution = None
         if call.has_contribution:
             data = Bytes(call.contribution)
-            contribution = self._place(data)
+            contribution = self._place(data, size=len(call.group.ranks))
             wanted = not call.is_reduction or self.spec.payloads is PayloadMode.FULL
             if keeps and wanted:
                 self.tracer.amend(unit, rows.PAYLOAD_IN, self.tracer.writer.add_payload(data.joined()))
@@ -163,8 +166,8 @@ class RecordSeam(Seam):
             ("post", key, size, group_rank, call.signature(), contribution, call.send_bytes, user_place(), self._clock)
         )
 
-    def _place(self, data: Bytes) -> Contribution:
-        if data.num_bytes <= INLINE_BYTES:
+    def _place(self, data: Bytes, *, size: int = 1) -> Contribution:
+        if data.num_bytes <= INLINE_BYTES * _LARGE_GROUP // max(size, _LARGE_GROUP):
             return bytes(data.joined())
         offset = self.arena.allocate(data.num_bytes)
         self.arena.write(offset, data.views)
@@ -175,6 +178,8 @@ class RecordSeam(Seam):
             return
         kind, sources, extra, clock, _ = self._ask(("wait", key, call.needs, call.root))
         self._clock = max(self._clock, clock) + 1
+        if isinstance(sources, bytes):
+            sources = pickle.loads(sources)
         read_into = self._reader(sources, call, key)
         digest = None
         if kind == "combine":

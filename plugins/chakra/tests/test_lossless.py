@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from prismtrace_chakra import chakra_nodes
 from prismtrace_chakra.importers import ChakraImporter, PyTorchExecutionTraceImporter
-from prismtrace_chakra.job import NAMED_COLUMNS
 
 import prismtrace
-from prism_sdk.errors import UsageError
 
 DATA = Path(__file__).parent / "data"
 EXCERPT = DATA / "excerpt.0.et"
 OPTIONS = {"lossless": "true"}
 
-needs_events = pytest.mark.skipif(not NAMED_COLUMNS, reason="this prismtrace has no events")
 
-
-@pytest.mark.skipif(NAMED_COLUMNS, reason="this prismtrace has events")
-def test_a_prismtrace_without_events_says_so(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"format 1\.0"):
-        ChakraImporter().import_trace([EXCERPT], output=tmp_path / "o.prism", options=OPTIONS, report=print)
-    assert list(tmp_path.iterdir()) == []
-
-
-@needs_events
 def test_every_chakra_node_comes_back(tmp_path: Path) -> None:
     report = ChakraImporter().import_trace([EXCERPT], output=tmp_path / "o.prism", options=OPTIONS, report=print)
     nodes = chakra_nodes.read(EXCERPT.read_bytes(), path="x", strict=True).nodes
@@ -59,15 +45,14 @@ def test_every_chakra_node_comes_back(tmp_path: Path) -> None:
     assert prismtrace.validate(report.output) == []
 
 
-@needs_events
 def test_every_pytorch_node_comes_back(tmp_path: Path) -> None:
-    sources = [DATA / f"gloo_et_{rank}.json.gz" for rank in range(2)]
+    sources = [DATA / f"gloo_et_{rank}.json" for rank in range(2)]
     report = PyTorchExecutionTraceImporter().import_trace(
         sources, output=tmp_path / "o.prism", options=OPTIONS, report=print
     )
     reader: Any = prismtrace.TraceReader(report.output)
     for rank, source in enumerate(sources):
-        nodes = json.loads(gzip.decompress(source.read_bytes()))["nodes"]
+        nodes = json.loads(source.read_bytes())["nodes"]
         events = reader.events(rank)
         assert len(events) == len(nodes)
         for row, node in enumerate(nodes):
@@ -84,7 +69,6 @@ def test_every_pytorch_node_comes_back(tmp_path: Path) -> None:
                     assert events[f"pytorch_et.attr.{attribute['name']}"][row] == attribute["value"]
 
 
-@needs_events
 def test_text_that_is_too_long_for_a_column_is_attached(tmp_path: Path) -> None:
     long = "x" * 70_000
     node = {"id": 1, "name": "aten::mm", "ctrl_deps": 1, "inputs": {"values": [long]}, "attrs": []}
@@ -98,7 +82,6 @@ def test_text_that_is_too_long_for_a_column_is_attached(tmp_path: Path) -> None:
     assert json.loads(reader.attachment(kept.removeprefix("attachment:"))) == [long]
 
 
-@needs_events
 def test_attributes_of_another_type_on_a_later_rank(tmp_path: Path) -> None:
     for rank, value in enumerate((3, "three")):
         node = {"id": 1, "name": "a", "ctrl_deps": 1, "attrs": [{"name": "x", "type": "t", "value": value}]}

@@ -132,7 +132,7 @@ def test_published_traces_of_schema_1_0(tmp_path: Path) -> None:
 
 
 def test_traces_that_this_pytorch_writes_with_gloo(tmp_path: Path) -> None:
-    report = load([DATA / f"gloo_et_{rank}.json.gz" for rank in range(4)], tmp_path / "out.prism")
+    report = load([DATA / f"gloo_et_{rank}.json" for rank in range(4)], tmp_path / "out.prism")
     with TraceReader(report.output) as reader:
         assert {group.ranks for group in reader.groups.values()} <= {(0, 1, 2, 3), (0, 1), (2, 3)}
         for rank in range(4):

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-from prismtrace_flight_recorder.importer import NAMED_COLUMNS, FlightRecorderImporter
+from prismtrace_flight_recorder.importer import FlightRecorderImporter
 
 import prismtrace
 from prism_sdk.abc import ConversionReport
-from prism_sdk.errors import UsageError
 from prismtrace import ABSENT, Op, TraceReader
 
 DATA = Path(__file__).parent / "data"
@@ -49,10 +47,6 @@ def test_recognises(tmp_path: Path) -> None:
 
 def test_lossless_keeps_the_dumps(tmp_path: Path) -> None:
     source = DATA / "gloo_trace_0"
-    if not NAMED_COLUMNS:
-        with pytest.raises(UsageError, match=r"format 1\.0"):
-            load(source, tmp_path / "out.prism", lossless="true")
-        return
     report = load(source, tmp_path / "out.prism", lossless="true")
     reader: Any = TraceReader(report.output)
     assert reader.attachment("flight_recorder.0") == source.read_bytes()

@@ -145,6 +145,16 @@ def test_imported_json_is_used_where_there_is_one(tmp_path: Path) -> None:
     assert parsed(gzip.decompress((tmp_path / "units.json.gz").read_bytes()))["traceEvents"] != source["traceEvents"]
 
 
+def test_a_slice_shows_its_units_and_not_the_whole_import(tmp_path: Path) -> None:
+    convert(tmp_path / "a.prism", DATA / "mi300.json", lossless="true")
+    extra = {"slice.steps": "0:1"}
+    prismtrace.merge([tmp_path / "a.prism"], tmp_path / "b.prism", metadata=extra)
+    assert "files" in chrome(tmp_path / "b.prism", tmp_path / "b.json").counts
+    shown = parsed((tmp_path / "b.json").read_bytes())
+    assert len(shown["traceEvents"]) != len(parsed((DATA / "mi300.json").read_bytes())["traceEvents"])
+    assert not spans(shown, cat="cpu_op")
+
+
 def test_a_cut_trace_is_written_whole(tmp_path: Path) -> None:
     data = (DATA / "mi300.json").read_bytes()
     events = parsed(data)["traceEvents"]

@@ -16,7 +16,6 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-import prismtrace
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
 from prismtrace import ABSENT, Op, Phase, TraceReadError, TraceWriter, UnitKind
@@ -228,7 +227,7 @@ def _keep_rest(
     lost = []
     for name in rest:
         kind = column_type_of(table.schema.field(name).type)
-        if not meaning.keep or kind is None or prismtrace.FORMAT_VERSION < (1, 0):
+        if not meaning.keep or kind is None:
             lost.append(name)
         else:
             full = f"{meaning.keep}.{name}"

@@ -17,10 +17,7 @@ import numpy as np
 
 from prism_sdk.abc import ConversionReport
 from prism_sdk.errors import UsageError
-from prismtrace import FORMAT_VERSION, GraphKind, ProcessGroup, TraceReadError, TraceWriter, UnitKind
-
-NAMED_COLUMNS: Final = FORMAT_VERSION >= (1, 0)
-"""Whether this prismtrace stores columns that its registry does not name, and events."""
+from prismtrace import GraphKind, ProcessGroup, TraceReadError, TraceWriter, UnitKind
 
 MAX_NOTES: Final = 200
 _MAX_WORLD: Final = 1 << 20
@@ -166,16 +163,9 @@ class Job:
         self._groups.update(groups)
 
     def add_events(self, rank: int, columns: Mapping[str, Any], tracks: Mapping[str, Any]) -> None:
-        """Write events of a rank at once.
-
-        Raises:
-            UsageError: this prismtrace has no events.
-        """
-        if not NAMED_COLUMNS:
-            raise UsageError("-O lossless=true needs a prismtrace that writes format 1.0 or later")
-        writer: Any = self._writer
-        writer.add_tracks(rank, dict(tracks))
-        writer.add_events(rank, dict(columns))
+        """Write events of a rank at once."""
+        self._writer.add_tracks(rank, dict(tracks))
+        self._writer.add_events(rank, dict(columns))
         self.counts["events"] += len(columns["kind"])
 
     def attach(self, name: str, data: bytes) -> None:
@@ -323,8 +313,7 @@ class Job:
             name: values for name, values in columns.items() if any(value != _COLUMNS[name] for value in values)
         }
         written |= {"kind": columns["kind"], "group_id": group_ids, "seq": seqs}
-        if NAMED_COLUMNS:
-            for name, values in units.named.items():
-                written[name] = [*values, *[None] * (len(units) - len(values))]
+        for name, values in units.named.items():
+            written[name] = [*values, *[None] * (len(units) - len(values))]
         self._writer.add_units(rank, written)
         self.counts["units"] += len(units)

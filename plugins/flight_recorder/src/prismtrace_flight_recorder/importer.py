@@ -14,7 +14,6 @@ import numpy as np
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
 from prismtrace import (
-    FORMAT_VERSION,
     GraphKind,
     Op,
     TraceDataError,
@@ -27,7 +26,6 @@ from prismtrace_flight_recorder import dumps, hang, matching
 from prismtrace_flight_recorder.matching import Matched, Placed
 from prismtrace_flight_recorder.sources import ForeignFileError, Part, flag, number, parts, rank_of_name
 
-NAMED_COLUMNS: Final = FORMAT_VERSION >= (1, 0)
 MAX_NOTES: Final = 200
 _KINDS: Final = {Op.SEND: UnitKind.SEND, Op.RECV: UnitKind.RECV}
 _ENDINGS: Final = (".json", ".json.gz", ".pkl", ".pickle")
@@ -75,8 +73,6 @@ class FlightRecorderImporter(TraceImporter):
             raise UsageError(f"-O {unknown[0]} is not an option here; there are lossless, rank, world_size")
         only, world_size = number(options, "rank"), number(options, "world_size")
         lossless = flag(options, "lossless")
-        if lossless and not NAMED_COLUMNS:
-            raise UsageError("-O lossless=true needs a prismtrace that writes format 1.0 or later")
         notes: list[str] = []
         found: dict[int, dumps.Dump] = {}
         kept: dict[int, bytes] = {}
@@ -117,6 +113,8 @@ class FlightRecorderImporter(TraceImporter):
 def _looks_right(head: bytes) -> bool:
     start = head.lstrip()[:1]
     if start == b"{":
+        if b'"traceEvents"' in head or b'"distributedInfo"' in head:
+            return False  # a profile, whose process groups are called alike
         return b'"pg_config"' in head or (b'"entries"' in head and b'"profiling_name"' in head)
     return start in (b"\x80", b"}", b"(") and (b"profiling_name" in head or b"pg_config" in head)
 
@@ -188,19 +186,18 @@ def _columns(operations: Sequence[Placed]) -> dict[str, Any]:
         "is_async": [True] * len(entries),
         "label": [entry.name for entry in entries],
     }
-    if NAMED_COLUMNS:
-        columns |= {
-            "flight_recorder.record_id": [entry.record_id for entry in entries],
-            "flight_recorder.collective_seq_id": [entry.seq for entry in entries],
-            "flight_recorder.p2p_seq_id": [entry.p2p_seq for entry in entries],
-            "flight_recorder.op_id": [entry.op_id for entry in entries],
-            "flight_recorder.state": [entry.state or None for entry in entries],
-            "flight_recorder.retired": [entry.retired for entry in entries],
-            "flight_recorder.started_ns": [each.started_ns for each in operations],
-            "flight_recorder.duration_ms": [_nan(entry.duration_ms) for entry in entries],
-            "flight_recorder.timeout_ms": [entry.timeout_ms for entry in entries],
-            "flight_recorder.frame": [entry.frame for entry in entries],
-        }
+    columns |= {
+        "flight_recorder.record_id": [entry.record_id for entry in entries],
+        "flight_recorder.collective_seq_id": [entry.seq for entry in entries],
+        "flight_recorder.p2p_seq_id": [entry.p2p_seq for entry in entries],
+        "flight_recorder.op_id": [entry.op_id for entry in entries],
+        "flight_recorder.state": [entry.state or None for entry in entries],
+        "flight_recorder.retired": [entry.retired for entry in entries],
+        "flight_recorder.started_ns": [each.started_ns for each in operations],
+        "flight_recorder.duration_ms": [_nan(entry.duration_ms) for entry in entries],
+        "flight_recorder.timeout_ms": [entry.timeout_ms for entry in entries],
+        "flight_recorder.frame": [entry.frame for entry in entries],
+    }
     return columns
 
 

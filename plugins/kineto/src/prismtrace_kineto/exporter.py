@@ -47,6 +47,8 @@ class _JsonExporter(TraceExporter):
                     f"{source} holds no imported Kineto events",
                     hint="import with -O lossless=true first, or export any trace with --to chrome",
                 )
+            if not wanted and any(key.startswith("slice.") for key in reader.metadata):
+                wanted = "false"  # the attachment still holds the whole job
             if blocks and wanted != "false":
                 return _export_lossless(reader, blocks, output, report)
             job = ChromeJob(reader, with_events=options.get("events", "true").lower() == "true")

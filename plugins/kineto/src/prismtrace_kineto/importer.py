@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -37,10 +39,11 @@ class KinetoImporter(TraceImporter):
             return b".json" in head and _HEAD.search(head) is not None
         if not head:
             try:
-                return source.is_dir() and any(re.search(r"\.json(\.gz)?$", item.name) for item in source.iterdir())
-            except OSError:
+                inside = sorted(item for item in source.iterdir() if re.search(r"\.json(\.gz)?$", item.name))[:8]
+                return any(_is_trace(_start(item)) for item in inside)
+            except (OSError, EOFError, zlib.error):
                 return False
-        return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and _HEAD.search(head) is not None
+        return _is_trace(head)
 
     def import_trace(
         self, sources: Sequence[Path], *, output: Path, options: Mapping[str, str], report: Callable[[str], None]
@@ -49,6 +52,15 @@ class KinetoImporter(TraceImporter):
         return import_files(
             [Path(source) for source in sources], output=output, options=Options.of(options), report=report
         )
+
+
+def _start(path: Path) -> bytes:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return file.read(1 << 16)
+
+
+def _is_trace(head: bytes) -> bool:
+    return head.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b"{", b"[") and _HEAD.search(head) is not None
 
 
 def import_files(
@@ -179,7 +191,7 @@ def _finish(job: Job) -> None:
         job.notes.append("ranks have different baseTimeNanoseconds; it was added to each rank's times")
     if len(job.ranks) > 1:
         job.notes.append(
-            "clocks of hosts are taken as they are; if they differ import the hosts apart and `prism merge --align` them"
+            "clocks of hosts are taken as they are; if they differ, import hosts apart and `prism merge --align` them"
         )
     missing = sorted(set(range(job.world_size)) - set(job.ranks))
     if missing:

@@ -347,6 +347,8 @@ class ChunkDecoder:
                 return self._strings
             if lengths is None or data is None:
                 raise self._error("a string dictionary without lengths or without bytes")
+            if data[0].encoding != Encoding.PLAIN or data[0].width != 1:
+                raise TraceFormatError("string dictionary", path=self._path, offset=data[2])
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
             ends = _ends(sizes, len(data[1]))
             if ends is None:

@@ -276,6 +276,7 @@ class Chunk:
     def strings(self) -> list[str]:
         if (0, 4) not in self.streams and (0, 5) not in self.streams:
             return self.shared
+        need(self.streams[0, 5][9] == self.streams[0, 5][11] == 1, "string dictionary")
         lengths, data = self.integers(0, 4), self.raw(self.streams[0, 5])
         need(sum(lengths) == len(data), "string lengths")
         texts, start = [], 0

@@ -14,15 +14,15 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import StreamPart
 from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
-from prismtrace.encoding import (
-    MAX_STREAM_BYTES,
-    Stream,
+from prismtrace.encoders import (
     encode_bytes,
     encode_differences,
     encode_distinct,
     encode_floats,
     encode_integers,
+    encode_interval,
 )
+from prismtrace.encoding import MAX_STREAM_BYTES, Stream
 from prismtrace.entries import ChunkMeta, ranges_of
 from prismtrace.errors import TraceUsageError
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
@@ -33,6 +33,7 @@ from prismtrace.tables import Column, DictionaryColumn, ListColumn, missing_colu
 DICTIONARY_COLUMN: Final = 0
 """Column id of the streams that hold the chunk's own string and digest dictionaries."""
 
+_INTERVAL: Final = ("start_ns", "end_ns")
 NO_STEPS: Final = (0, -1)
 NO_TIMES: Final = (0, -1)
 
@@ -50,8 +51,10 @@ def encode_chunk(
 ) -> Encoded:
     """The header of a chunk that needs no other, and the buffers of its data section."""
     encoder = _Encoder(table, rows, shared)
+    paired = encoder.add_interval(rows)
     for spec in rows.specs:
-        encoder.add(spec, rows.columns[spec.name])
+        if spec.name not in paired:
+            encoder.add(spec, rows.columns[spec.name])
     return encoder.finish(rank=rank, first_row=first_row, role=role)
 
 
@@ -67,18 +70,17 @@ def encode_member(
 ) -> Encoded:
     """A chunk of a rank that holds only what differs from the role."""
     encoder = _Encoder(table, rows, shared)
+    different: list[ColumnSpec] = []
     for difference in template.differences(rows):
-        spec = difference.spec
         if difference.same:
             continue
         if difference.shift is not None:
-            encoder.add_shift(spec, [difference.shift])
+            encoder.add_shift(difference.spec, [difference.shift])
         elif difference.mapped is not None:
-            encoder.add_map(spec, template, [difference])
+            encoder.add_map(difference.spec, template, [difference])
         else:
-            column = rows.columns.get(spec.name)
-            full = missing_column(spec, num_rows=rows.num_rows) if column is None else column
-            encoder.add(spec, full, explicit=True, near=template.rows.columns.get(spec.name))
+            different.append(difference.spec)
+    encoder.add_different(different, template)
     return encoder.finish(rank=rank, first_row=first_row, role=role)
 
 
@@ -156,6 +158,10 @@ def _uses(rows: Rows, shared: SharedStrings) -> bool:
     )
 
 
+def _stored_bytes(streams: Sequence[tuple[Stream, Any]]) -> int:
+    return sum(stream.stored_length for stream, _ in streams)
+
+
 class _Encoder:
     """Collects the streams of one chunk."""
 
@@ -185,6 +191,43 @@ class _Encoder:
             self._add_floats(spec, column, explicit=explicit)
         else:
             self._add_integers(spec, column, explicit=explicit, near=near)
+
+    def add_different(self, specs: Sequence[ColumnSpec], template: Template) -> None:
+        """Adds columns of which nothing is left but their own values, or differences to the role's."""
+        begun = len(self._streams)
+        paired = self.add_interval(self._rows) if set(_INTERVAL) <= {spec.name for spec in specs} else ()
+        together = self._streams[begun:]
+        del self._streams[begun:]
+        apart = 0
+        for spec in sorted(specs, key=lambda spec: spec.name not in paired):
+            column = self._rows.columns.get(spec.name)
+            full = missing_column(spec, num_rows=self._rows.num_rows) if column is None else column
+            self.add(spec, full, explicit=True, near=template.rows.columns.get(spec.name))
+            apart = len(self._streams) if spec.name in paired else apart
+        if paired and _stored_bytes(together) < _stored_bytes(self._streams[begun:apart]):
+            self._streams[begun:apart] = together
+
+    def add_interval(self, rows: Rows) -> tuple[str, ...]:
+        """Adds start_ns and end_ns together where that can be done; returns the columns that were added."""
+        specs = {spec.name: spec for spec in rows.specs if spec.name in _INTERVAL}
+        if len(specs) < 2:
+            return ()
+        start_spec, end_spec = (specs[name] for name in _INTERVAL)
+        start, end = (wide(specs[name], rows.columns[name]) for name in _INTERVAL)  # type: ignore[arg-type]
+        begun, ended = present(start_spec, start), present(end_spec, end)
+        if begun is not None and (ended is None or (ended & ~begun).any()):
+            return ()
+        values = start if begun is None else start[begun]
+        if len(values) < 2 or (values == values[0]).all() or (ended is not None and not ended.any()):
+            return ()
+        for spec, valid in ((start_spec, begun), (end_spec, ended)):
+            if valid is not None:
+                self._add_validity(spec, valid, explicit=False)
+        which = ended if begun is None or ended is None else ended[begun]
+        ends = end if ended is None else end[ended]
+        ids = (start_spec.column_id, end_spec.column_id)
+        self._streams += encode_interval(values, ends, columns=ids, part=StreamPart.VALUES, ended=which)
+        return _INTERVAL
 
     def add_shift(self, spec: ColumnSpec, shifts: Sequence[int]) -> None:
         """Adds what each rank's values are above the role's."""
@@ -291,7 +334,7 @@ class _Encoder:
             return
         near = wide(spec, near if known is None else near[known])
         short = encode_differences(values, near, column=spec.column_id, part=StreamPart.VALUES)
-        if short[0].stored_length < sum(stream.stored_length for stream, _ in self._streams[before:]):
+        if short[0].stored_length < _stored_bytes(self._streams[before:]):
             self._streams[before:] = [short]
 
     def _add_floats(self, spec: ColumnSpec, column: Any, *, explicit: bool) -> None:

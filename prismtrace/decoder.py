@@ -14,12 +14,21 @@ from numpy.typing import NDArray
 from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
 from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, MAX_LIST_VALUES
-from prismtrace.encoding import Stream, check_stream, decode_floats, decode_integers, stream_bytes
+from prismtrace.encoding import (
+    Stream,
+    apply_differences,
+    check_stream,
+    decode_floats,
+    decode_integers,
+    decode_zigzag,
+    stream_bytes,
+)
 from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.roles import INTEGERS
 from prismtrace.tables import Column, DictionaryColumn, ListColumn
+from prismtrace.ticks import FLOAT32_SHIFT
 
 _NOTHING: Final[frozenset[int]] = frozenset()
 _ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
@@ -57,6 +66,7 @@ class ChunkDecoder:
         self._template, self._place, self._num_ranks, self._shared = template, place, num_ranks, shared
         self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
+        self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
         self._valid: dict[int, NDArray[np.bool_] | None] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         self._masks: dict[bytes, NDArray[np.bool_]] = {}
@@ -203,9 +213,8 @@ class ChunkDecoder:
         return values
 
     def _stored_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
-        found = self._raw(spec.column_id, StreamPart.VALUES)
-        assert found is not None
-        stream, raw, offset = found
+        stream, position = self._streams[spec.column_id, StreamPart.VALUES]
+        check_stream(stream, path=self._path, offset=self._data_offset + position)
         if stream.num_values != self._count(spec):
             raise self._error(f"column {spec.name}: {stream.num_values} values for {self._count(spec)} rows")
         if (bounds := stream.bounds()) is not None:
@@ -213,9 +222,43 @@ class ChunkDecoder:
         reference = None
         if stream.encoding == Encoding.DIFFERENCE:
             reference = self._reference(spec, stream)
+            if reference is not None and spec.column_id in self._numbers:
+                return apply_differences(stream, self._numbers[spec.column_id], reference)
+        elif stream.encoding == Encoding.CONTINUED:
+            reference = self._lengths(spec, stream)
         elif stream.encoding == Encoding.ROLE_DIFFERENCE and (role := self._of_role(spec)):
             reference = role[0]._integer_values(role[1])
-        return decode_integers(stream, raw, path=self._path, offset=offset, reference=reference)
+        found = self._raw(spec.column_id, StreamPart.VALUES)
+        assert found is not None
+        return decode_integers(stream, found[1], path=self._path, offset=found[2], reference=reference)
+
+    def _lengths(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64]:
+        """Ticks from each value of a column to the value of the column that continues it in the same row."""
+        other = self._spec_of(stream.reference)
+        found = self._raw(stream.reference, StreamPart.VALUES)
+        if other is None or found is None or found[0].encoding != Encoding.DIFFERENCE:
+            raise self._error(f"column {spec.name} is continued by column {stream.reference}")
+        if found[0].reference != spec.column_id or found[0].num_values != self._count(other):
+            raise self._error(f"column {spec.name} and column {other.name} do not belong together")
+        lengths = self._numbers[stream.reference] = decode_zigzag(found[0], found[1])
+        if found[0].tick != stream.tick:
+            if found[0].shift or stream.shift == FLOAT32_SHIFT:
+                raise self._error(f"column {spec.name} is continued by a column of other ticks")
+            lengths = stream.tick.ticks(found[0].tick.values(lengths))
+        mine, theirs = self._validity(spec), self._validity(other)
+        if theirs is None and mine is None:
+            return lengths
+        theirs = np.ones(self._meta.num_rows, np.bool_) if theirs is None else theirs
+        if mine is not None and (theirs & ~mine).any():
+            raise self._error(f"column {other.name} has values where column {spec.name} has none")
+        full = np.zeros(self._meta.num_rows, np.int64)
+        full[theirs] = lengths
+        return full if mine is None else full[mine]
+
+    def _spec_of(self, column: int) -> ColumnSpec | None:
+        """The INT64 column of the registry that has an id."""
+        specs = COLUMNS[TableKind(self._meta.table)]
+        return next((o for o in specs if o.column_id == column and o.type is ColumnType.INT64), None)
 
     def _of_ranks(self, spec: ColumnSpec) -> NDArray[np.int64]:
         """The role's values, shifted or mapped for this rank."""
@@ -243,8 +286,8 @@ class ChunkDecoder:
         return mapped
 
     def _reference(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64] | None:
-        other = next((o for o in COLUMNS[TableKind(self._meta.table)] if o.column_id == stream.reference), None)
-        if other is None or other.column_id >= spec.column_id or other.type is not ColumnType.INT64:
+        other = self._spec_of(stream.reference)
+        if other is None or other.column_id >= spec.column_id:
             raise self._error(f"column {spec.name} refers to column {stream.reference}")
         if parts := self._own(other):
             self._check(other, parts)
@@ -322,6 +365,8 @@ class ChunkDecoder:
                 return self._strings
             if lengths is None or data is None:
                 raise self._error("a string dictionary without lengths or without bytes")
+            if data[0].encoding != Encoding.PLAIN or data[0].width != 1:
+                raise TraceFormatError("string dictionary", path=self._path, offset=data[2])
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
             if not _add_up(sizes, len(data[1])):
                 raise self._error("string lengths do not add up")

@@ -1,6 +1,6 @@
-"""Turns integer arrays into encoded, compressed streams and back.
+"""Describes streams, compresses their bytes, and turns encoded streams back into arrays.
 
-Does not know tables, files or what a column means.
+Does not encode (`encoders` does), and does not know tables, files or what a column means.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
+from prismtrace.ticks import MAX_SHIFT, Tick
 
 STREAM_DTYPE: Final = np.dtype(
     [
@@ -30,13 +31,18 @@ STREAM_DTYPE: Final = np.dtype(
         ("encoding", "u1"),
         ("compression", "u1"),
         ("width", "u1"),
-        ("reserved", "<u4"),
+        ("shift", "u1"),
+        ("reserved_0", "u1"),
+        ("reserved_1", "<u2"),
     ]
 )
 """The struct `Stream` of the schema."""
 
 MAX_STREAM_BYTES: Final = 1 << 28
 """Limit of one decoded stream (spec/trace-format.md, limits)."""
+
+REFERRING: Final = frozenset((Encoding.DIFFERENCE, Encoding.ROLE_DIFFERENCE, Encoding.CONTINUED))
+"""Encodings whose values need those of another column."""
 
 COMPRESSION_LEVEL: Final = 3
 _MIN_COMPRESS_BYTES: Final = 24
@@ -58,15 +64,27 @@ class Stream(NamedTuple):
     encoding: int
     compression: int
     width: int
-    reserved: int = 0
+    shift: int = 0
+    reserved_0: int = 0
+    reserved_1: int = 0
+
+    @property
+    def tick(self) -> Tick:
+        """What values are multiples of."""
+        return Tick(self.scale, self.shift)
 
     def bounds(self) -> tuple[int, int] | None:
         """Between what the values must lie by the look of the descriptor; None when it does not say."""
+        if self.shift:
+            return None
         if self.encoding == Encoding.CONSTANT:
             return self.base * self.scale, self.base * self.scale
         if self.encoding == Encoding.OFFSET and self.width < 8:
             return self.base * self.scale, (self.base + (1 << 8 * self.width) - 1) * self.scale
         return None
+
+
+Encoded = tuple[Stream, bytes | memoryview]
 
 
 def compress(raw: bytes | memoryview) -> tuple[int, bytes | memoryview]:
@@ -106,16 +124,6 @@ def decompress(stored: bytes | memoryview, *, compression: int, raw_length: int,
     return raw
 
 
-def _width_of(span: int) -> int:
-    return 1 if span < 1 << 8 else 2 if span < 1 << 16 else 4 if span < 1 << 32 else 8
-
-
-def _shuffled(values: NDArray[Any], width: int) -> bytes:
-    if width == 1:
-        return values.astype(np.uint8).tobytes()
-    return values.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()
-
-
 def _unshuffled(raw: bytes | memoryview, width: int, count: int) -> NDArray[Any]:
     """Unsigned integers of `width` bytes; a read-only view of `raw` when they are bytes."""
     planes = np.frombuffer(raw, np.uint8, count * width).reshape(width, count)
@@ -134,10 +142,6 @@ def _unshuffled(raw: bytes | memoryview, width: int, count: int) -> NDArray[Any]
     return values
 
 
-def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
-    return ((values << 1) ^ (values >> 63)).view(np.uint64)
-
-
 def _unzigzag(values: NDArray[Any]) -> NDArray[np.int64]:
     """A new int64 array; the work is done in the width of `values`."""
     halves = values >> 1
@@ -145,126 +149,6 @@ def _unzigzag(values: NDArray[Any]) -> NDArray[np.int64]:
     np.negative(signs, out=signs)
     halves ^= signs
     return halves.view(f"<i{values.itemsize}").astype(np.int64, copy=False)
-
-
-_SCALES: Final = (1_000_000, 1000)
-
-
-def encode_integers(
-    values: NDArray[np.int64],
-    *,
-    column: int,
-    part: int,
-    delta: bool = False,
-    scalable: bool = False,
-    reference: NDArray[np.int64] | None = None,
-    reference_column: int = 0,
-) -> tuple[Stream, bytes | memoryview]:
-    """Encodes int64 values (unsigned columns reinterpreted); `delta` and `reference` are hints."""
-    count = len(values)
-    low, high = (int(values.min()), int(values.max())) if count else (0, 0)
-    if low == high:
-        return _stream(b"", column, part, Encoding.CONSTANT, 0, count, base=low)
-    scale = 1
-    if scalable and not values[0] % 1000 and not values[-1] % 1000:
-        scale = next((s for s in _SCALES if not (values % s).any()), 1)
-    if reference is not None:
-        difference = values - reference
-        step = scale if scale == 1 or not (difference % scale).any() else 1
-        coded = _zigzag(difference // step if step != 1 else difference)
-        width = _width_of(int(coded.max()))
-        if width <= _width_of((high - low) // step):
-            raw = _shuffled(coded, width)
-            return _stream(raw, column, part, Encoding.DIFFERENCE, width, count, scale=step, reference=reference_column)
-    if scale != 1:
-        values = values // scale
-        low, high = low // scale, high // scale
-    flat_width = _width_of(high - low)
-    if delta:
-        coded = _zigzag(np.diff(values, prepend=values[:1]))
-        width = _width_of(int(coded.max()))
-        if width <= flat_width:
-            raw = _shuffled(coded, width)
-            return _stream(raw, column, part, Encoding.DELTA, width, count, base=int(values[0]), scale=scale)
-    raw = _shuffled((values - low).view(np.uint64), flat_width)
-    return _stream(raw, column, part, Encoding.OFFSET, flat_width, count, base=low, scale=scale)
-
-
-def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
-    """Encodes int64 values that are large and few: a dictionary and codes."""
-    distinct, codes = _distinct(values)
-    if len(distinct) <= 1 or len(distinct) > len(values) // 4:
-        return encode_integers(values, column=column, part=part)
-    width = _width_of(len(distinct) - 1)
-    raw = distinct.astype("<i8").tobytes() + _shuffled(codes, width)
-    return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
-
-
-def encode_differences(
-    values: NDArray[np.int64], near: NDArray[np.int64], *, column: int, part: int
-) -> tuple[Stream, bytes | memoryview]:
-    """Encodes int64 values as differences to those of the role in the same rows."""
-    difference = values - near
-    scale = next((s for s in _SCALES if not (difference % s).any()), 1)
-    coded = _zigzag(difference // scale if scale != 1 else difference)
-    width = _width_of(int(coded.max())) if len(coded) else 1
-    return _stream(_shuffled(coded, width), column, part, Encoding.ROLE_DIFFERENCE, width, len(coded), scale=scale)
-
-
-_HASH_BITS: Final = 12
-_HASH_FACTORS: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9)
-
-
-def _distinct(values: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """What np.unique gives with return_inverse. Few distinct values are found by hashing, without sorting all."""
-    for factor in _HASH_FACTORS:
-        slots = (values.view(np.uint64) * np.uint64(factor) >> np.uint64(64 - _HASH_BITS)).view(np.int64)
-        held = np.zeros(1 << _HASH_BITS, np.int64)
-        held[slots] = values
-        if not np.array_equal(held.take(slots), values):
-            continue  # two values share a slot
-        used = np.zeros(1 << _HASH_BITS, np.bool_)
-        used[slots] = True
-        places = np.flatnonzero(used)
-        distinct = held[places]
-        order = np.argsort(distinct)
-        code_of = np.zeros(1 << _HASH_BITS, np.uint16)
-        code_of[places[order]] = np.arange(len(places))
-        return distinct[order], code_of.take(slots)
-    return np.unique(values, return_inverse=True)
-
-
-def encode_floats(values: NDArray[np.float64], *, column: int, part: int) -> tuple[Stream, bytes | memoryview]:
-    """Encodes float64 values, every bit kept."""
-    bits = np.ascontiguousarray(values).view(np.int64)
-    if len(bits) and (bits == bits[0]).all():
-        return _stream(b"", column, part, Encoding.CONSTANT, 0, len(bits), base=int(bits[0]))
-    return _stream(_shuffled(bits.view(np.uint64), 8), column, part, Encoding.SHUFFLED, 8, len(bits))
-
-
-def encode_bytes(raw: bytes, *, column: int, part: int, width: int = 1) -> tuple[Stream, bytes | memoryview]:
-    """Encodes bytes as they are, in values of `width` bytes."""
-    return _stream(raw, column, part, Encoding.PLAIN, width, len(raw) // width)
-
-
-def _stream(
-    raw: bytes,
-    column: int,
-    part: int,
-    encoding: int,
-    width: int,
-    count: int,
-    *,
-    base: int = 0,
-    scale: int = 1,
-    reference: int = 0,
-) -> tuple[Stream, bytes | memoryview]:
-    compression, stored = compress(raw) if part != StreamPart.DIGESTS else (Compression.NONE, raw)
-    crc = zlib.crc32(stored)
-    stream = Stream(
-        base, count, len(stored), len(raw), crc, scale, column, reference, part, encoding, compression, width
-    )
-    return stream, stored
 
 
 def _expected_length(stream: Stream) -> int:
@@ -276,7 +160,7 @@ def _expected_length(stream: Stream) -> int:
 
 def check_stream(stream: Stream, *, path: str, offset: int) -> None:
     """Refuses a descriptor whose sizes do not fit each other, before anything is allocated."""
-    if not 1 <= stream.encoding <= Encoding.ROLE_DIFFERENCE:
+    if not 1 <= stream.encoding <= Encoding.CONTINUED:
         raise TraceVersionError(
             f"unknown encoding {stream.encoding}: a later library reads it", path=path, offset=offset
         )
@@ -285,8 +169,10 @@ def check_stream(stream: Stream, *, path: str, offset: int) -> None:
         stream.width == 16 and stream.part != StreamPart.DIGESTS
     ):
         raise TraceFormatError(f"width {stream.width} in encoding {stream.encoding}", path=path, offset=offset)
-    if stream.scale == 0 or stream.reserved:
+    if stream.scale == 0 or stream.reserved_0 or stream.reserved_1:
         raise TraceFormatError("scale 0 or reserved bits in a stream", path=path, offset=offset)
+    if stream.shift > MAX_SHIFT:
+        raise TraceFormatError(f"shift {stream.shift} in a stream", path=path, offset=offset)
     if stream.encoding == Encoding.DICTIONARY and not 0 < stream.base <= max(stream.num_values, 1):
         raise TraceFormatError(f"dictionary of {stream.base} values", path=path, offset=offset)
     if stream.num_values * 8 > MAX_STREAM_BYTES or stream.raw_length > MAX_STREAM_BYTES:
@@ -306,41 +192,72 @@ def stream_bytes(stream: Stream, stored: memoryview, *, path: str, offset: int) 
 
 
 def decode_integers(
-    stream: Stream, raw: bytes, *, path: str, offset: int, reference: NDArray[np.int64] | None = None
+    stream: Stream,
+    raw: bytes,
+    *,
+    path: str,
+    offset: int,
+    reference: NDArray[np.int64] | None = None,
 ) -> NDArray[np.int64]:
-    """The int64 values of a stream (unsigned columns reinterpreted); arithmetic is modulo 2**64."""
+    """The int64 values of a stream (unsigned columns reinterpreted); arithmetic is modulo 2**64.
+
+    `reference`: for DIFFERENCE and ROLE_DIFFERENCE the values of the other column, for CONTINUED the ticks from the
+    start of each row to its end.
+    """
+    count, tick = stream.num_values, stream.tick
+    if stream.encoding in REFERRING:
+        if reference is None or len(reference) != count:
+            raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
+        return apply_differences(stream, decode_zigzag(stream, raw), reference)
+    return tick.values(_plain_ticks(stream, raw, path=path, offset=offset))
+
+
+def apply_differences(stream: Stream, numbers: NDArray[np.int64], reference: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The values that differences to a reference stand for, as a new array."""
+    tick = stream.tick
+    if stream.encoding == Encoding.CONTINUED:
+        values = numbers.copy()
+        values[1:] += reference[:-1]
+        np.cumsum(values, out=values)
+        values += np.int64(stream.base)
+        return tick.values(values)
+    if tick.shift:
+        return tick.values(numbers + tick.ticks(reference))
+    if tick.scale != 1:
+        numbers = numbers * np.int64(tick.scale)
+    return numbers + reference
+
+
+def decode_zigzag(stream: Stream, raw: bytes) -> NDArray[np.int64]:
+    """The signed numbers of a stream of differences, as a new array."""
+    return _unzigzag(_unshuffled(raw, stream.width, stream.num_values))
+
+
+def _plain_ticks(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArray[np.int64]:
+    """The ticks of a stream that refers to no other column."""
     count, width = stream.num_values, stream.width
     if stream.encoding == Encoding.CONSTANT:
-        values = np.full(count, stream.base, np.int64)
-    elif stream.encoding == Encoding.PLAIN:
-        values = np.frombuffer(raw, f"<i{width}", count).astype(np.int64)
-    elif stream.encoding == Encoding.SHUFFLED:
-        values = _unshuffled(raw, width, count).view(f"<i{width}").astype(np.int64)
-    elif stream.encoding == Encoding.OFFSET:
+        return np.full(count, stream.base, np.int64)
+    if stream.encoding == Encoding.PLAIN:
+        return np.frombuffer(raw, f"<i{width}", count).astype(np.int64)
+    if stream.encoding == Encoding.SHUFFLED:
+        return _unshuffled(raw, width, count).view(f"<i{width}").astype(np.int64)
+    if stream.encoding == Encoding.DELTA:
+        values = decode_zigzag(stream, raw)
+        np.cumsum(values, out=values)
+        values += np.int64(stream.base)
+        return values
+    if stream.encoding == Encoding.OFFSET:
         values = _unshuffled(raw, width, count).astype(np.uint64, copy=False).view(np.int64)
         if stream.base:
             values += np.int64(stream.base)
-    elif stream.encoding == Encoding.DELTA:
-        values = _unzigzag(_unshuffled(raw, width, count))
-        np.cumsum(values, out=values)
-        values += np.int64(stream.base)
-    elif stream.encoding in (Encoding.DIFFERENCE, Encoding.ROLE_DIFFERENCE):
-        if reference is None or len(reference) != count:
-            raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
-        values = _unzigzag(_unshuffled(raw, width, count))
-        if stream.scale != 1:
-            values *= np.int64(stream.scale)
-        values += reference
         return values
-    else:
-        distinct = np.frombuffer(raw, "<i8", stream.base)
-        codes = _unshuffled(memoryview(raw)[stream.base * 8 :], width, count)
-        if count and int(codes.max()) >= stream.base:
-            raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
-        values = distinct.take(codes)
-    if stream.scale != 1:
-        values *= np.int64(stream.scale)
-    return values
+    distinct = np.frombuffer(raw, "<i8", stream.base)
+    codes = _unshuffled(memoryview(raw)[stream.base * 8 :], width, count)
+    if count and int(codes.max()) >= stream.base:
+        raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
+    found: NDArray[np.int64] = distinct.take(codes)
+    return found
 
 
 def decode_floats(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArray[np.float64]:

@@ -83,7 +83,7 @@ class Index:
         return self.ranges[first : first + int(entry["num_ranges"])]
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, int, int], NDArray[np.int64]]:
+    def places(self) -> dict[tuple[int, int, int], NDArray[np.int64]]:
         """Table, rank and role (0 unless the rank is ROLE_RANK) -> positions of the chunks, in row order."""
         if not len(self.chunk_entries):
             return {}
@@ -107,15 +107,15 @@ class Index:
     @property
     def owned(self) -> list[tuple[int, int]]:
         """Every table and rank that has chunks."""
-        return [(table, rank) for table, rank, _ in self._tables if rank != ROLE_RANK]
+        return [(table, rank) for table, rank, _ in self.places if rank != ROLE_RANK]
 
     def check(self) -> None:
         """Refuses an index in which two chunks hold the same rows."""
-        _ = self._tables
+        _ = self.places
 
     def entries(self, table: TableKind, rank: int, *, role: int = 0) -> NDArray[Any]:
         """The chunks of one table of one rank, or of a role (with ROLE_RANK), in row order."""
-        return self.chunk_entries[self._tables.get((int(table), rank, role), _NO_CHUNKS)]
+        return self.chunk_entries[self.places.get((int(table), rank, role), _NO_CHUNKS)]
 
     def num_rows(self, table: TableKind, rank: int) -> int:
         """Rows of one table of one rank."""
@@ -125,12 +125,12 @@ class Index:
     def ranks(self) -> tuple[int, ...]:
         """Ranks with rows in a table that this library knows, sorted."""
         known = {int(kind) for kind in TableKind if kind}
-        return tuple(sorted({rank for table, rank, _ in self._tables if table in known and rank != ROLE_RANK}))
+        return tuple(sorted({rank for table, rank, _ in self.places if table in known and rank != ROLE_RANK}))
 
     @cached_property
     def roles(self) -> dict[int, tuple[int, ...]]:
         """Role -> the ranks whose units refer to it, for roles that have chunks of their own."""
-        found: dict[int, list[int]] = {role: [] for role in sorted({r for _, k, r in self._tables if k == ROLE_RANK})}
+        found: dict[int, list[int]] = {role: [] for role in sorted({r for _, k, r in self.places if k == ROLE_RANK})}
         for rank in self.ranks:
             role = self.role_of(rank)
             if role in found:

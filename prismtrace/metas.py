@@ -41,6 +41,9 @@ fb: Any = schema  # generated code has no annotations
 KNOWN_FEATURES: Final = 0
 """Bits of `required_features` that this library understands."""
 
+MAX_NAME_BYTES: Final = 1 << 10
+"""Limit of the name of a named column, in UTF-8."""
+
 MAX_CHUNK_ROWS: Final = 1 << 20
 """Limit of the rows of one chunk (spec/trace-format.md, limits)."""
 
@@ -163,6 +166,10 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
         return meta
 
 
+def _is_name(name: str) -> bool:
+    return "." in name.strip(".") and len(name.encode("utf-8")) <= MAX_NAME_BYTES
+
+
 def _named_columns(chunk: Any) -> tuple[ColumnSpec, ...]:
     """The named columns of types that this version knows; the streams of others are skipped."""
     specs = []
@@ -170,7 +177,7 @@ def _named_columns(chunk: Any) -> tuple[ColumnSpec, ...]:
     for number in range(chunk.ColumnsLength()):
         column = chunk.Columns(number)
         name, column_id = _text(column.Name()), column.Column()
-        if column_id < FIRST_NAMED_COLUMN or column_id in ids or name in names or "." not in name:
+        if column_id < FIRST_NAMED_COLUMN or column_id in ids or name in names or not _is_name(name):
             raise ValueError(f"named column {column_id} {name[:40]!r}")
         ids.add(column_id)
         names.add(name)

@@ -6,13 +6,25 @@ Does not read chunks, and does not interpret the bytes.
 from __future__ import annotations
 
 import zlib
-from typing import Any
+from typing import Any, Final
 
 from prismtrace._generated.schema import Compression
 from prismtrace.encoding import decompress
 from prismtrace.errors import TraceChecksumError, TraceLimitError, TraceUsageError, reading
 from prismtrace.index import Index
 from prismtrace.source import Source
+
+ATTACHMENT_PREFIX: Final = "attachment."
+"""Begins the metadata keys that name attachments; the value is the digest in hexadecimal digits."""
+
+
+def as_bytes(buffer: Any) -> memoryview:
+    """A flat view of the bytes of any contiguous buffer."""
+    try:
+        view = memoryview(buffer)
+        return view.cast("B") if view.nbytes else memoryview(b"")
+    except (TypeError, ValueError) as error:
+        raise TraceUsageError(f"a contiguous buffer is needed: {error}") from error
 
 
 class PayloadReader:

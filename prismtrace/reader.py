@@ -24,7 +24,7 @@ from prismtrace.errors import (
 )
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import ABSENT32, COLUMNS, ROLE_RANK, ColumnSpec, GraphKind, ProcessGroup, TableKind
-from prismtrace.payloads import PayloadReader
+from prismtrace.payloads import ATTACHMENT_PREFIX, PayloadReader, as_bytes
 from prismtrace.source import TraceInput, open_source
 from prismtrace.tables import (
     Column,
@@ -36,7 +36,6 @@ from prismtrace.tables import (
     TrackTable,
     UnitTable,
 )
-from prismtrace.writer import ATTACHMENT_PREFIX, as_bytes
 
 DEFAULT_MAX_RESULT_BYTES: Final = 8 << 30
 _DIGEST: Final = re.compile("[0-9a-f]{32}")
@@ -225,6 +224,12 @@ class TraceReader:
         if role not in self.roles:
             raise TraceUsageError(f"{self.path}: no role {role}; it has: {_short(tuple(self.roles))}")
         return self._table(UnitTable, ROLE_RANK, None, columns, role=role)
+
+    def role_table(self, role: int, table: TableKind) -> Table:
+        """One whole table of a role itself."""
+        kinds: tuple[type[Table], ...] = (UnitTable, StepTable, ScalarTable, EventTable, TrackTable)
+        kind = next(kind for kind in kinds if kind.table is table)
+        return self._table(kind, ROLE_RANK, None, None, role=role)
 
     def _table(
         self, kind: type[T], rank: int, steps: range | int | None, columns: Collection[str] | None, *, role: int = 0

@@ -25,29 +25,23 @@ class RecordFile:
         path: the file to create.
         overwrite: replaces a file that exists and is not being written.
         atomic: the file has another name until `publish`, and is gone when `close` comes without it.
-        resume_at: instead of creating a file, cuts the existing one here and goes on.
+        resume: opens a file that exists; `cut` then says where to go on.
     """
 
-    def __init__(
-        self, path: str, *, overwrite: bool = False, atomic: bool = False, resume_at: int | None = None
-    ) -> None:
+    def __init__(self, path: str, *, overwrite: bool = False, atomic: bool = False, resume: bool = False) -> None:
         self.path = path
-        self.offset = resume_at or 0
+        self.offset = 0
         self.failed: TraceWriteError | None = None
         self._overwrite, self._atomic = overwrite, atomic
         self._name = path
         if atomic:
             self._name = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.{os.getpid()}.tmp")
-        with writing(path, what="cannot create" if resume_at is None else "cannot open"):
-            if resume_at is None:
+        with writing(path, what="cannot open" if resume else "cannot create"):
+            if not resume:
                 self._make_room()
-            self._file = open(self._name, "xb" if resume_at is None else "r+b", buffering=0)  # noqa: SIM115
+            self._file = open(self._name, "r+b" if resume else "xb", buffering=0)  # noqa: SIM115
         try:
             _lock(self._file, path)
-            if resume_at is not None:
-                with writing(path):
-                    self._file.truncate(resume_at)
-                    self._file.seek(resume_at)
         except BaseException:
             self._file.close()
             raise
@@ -94,6 +88,13 @@ class RecordFile:
         self.offset = start + total
         return start
 
+    def cut(self, offset: int) -> None:
+        """Cuts off what comes after `offset` and goes on there."""
+        with writing(self.path):
+            self._file.truncate(offset)
+            self._file.seek(offset)
+        self.offset = offset
+
     def _cut(self, length: int) -> None:
         try:
             self._file.truncate(length)
@@ -122,8 +123,10 @@ class RecordFile:
         if self.closed:
             return
         with writing(self.path, what="cannot close"):
-            if self._atomic and os.getpid() == self._pid:
-                os.unlink(self._name)
+            if os.getpid() == self._pid:
+                if self._atomic:
+                    os.unlink(self._name)
+                _unlock(self._file)
             self._file.close()
 
 
@@ -133,6 +136,14 @@ def _lock(file: Any, path: str) -> None:
         fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise TraceWriteError(_LOCKED, path=path, errno=error.errno) from error
+    except OSError:
+        return
+
+
+def _unlock(file: Any) -> None:
+    """Gives the lock back, also if a forked child still has the file open."""
+    try:
+        fcntl.flock(file.fileno(), fcntl.LOCK_UN)
     except OSError:
         return
 

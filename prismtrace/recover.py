@@ -9,9 +9,10 @@ import os
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
@@ -84,6 +85,7 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
     if finished and lost and lost[-1].end == source.size and lost[-1].end - lost[-1].start == TRAILER_BYTES:
         lost.pop()
     chunks, payloads, ranges = collected.arrays()
+    chunks = _with_roles(chunks, lost)
     part = InputPart(source.name, header, chunks, payloads, ranges)
     pairs = dict(collected.metadata)
     if lost:
@@ -91,6 +93,20 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
     write_merged(os.fspath(out), header, [part], collected.groups, pairs, overwrite=overwrite)
     num_rows = int(part.chunks["num_rows"].sum(dtype=np.int64))
     return RecoverReport(len(chunks), num_rows, len(payloads), finished, tuple(lost))
+
+
+def _with_roles(chunks: NDArray[Any], lost: list[LostRange]) -> NDArray[Any]:
+    """The chunks without those whose role was lost: they say only what differs from it."""
+    names = ("table", "role", "first_row", "num_rows")
+    keys = list(zip(*(chunks[name].tolist() for name in names), strict=True))
+    is_role = (chunks["rank"] == ROLE_RANK).tolist()
+    there = {key for key, mine in zip(keys, is_role, strict=True) if mine}
+    kept = np.array([mine or not key[1] or key in there for key, mine in zip(keys, is_role, strict=True)], np.bool_)
+    for entry in chunks[~kept]:
+        start, role = int(entry["offset"]), int(entry["role"])
+        lost.append(LostRange(start, start + int(entry["length"]), f"the rows of role {role} that it needs are lost"))
+    lost.sort(key=lambda part: part.start)
+    return chunks[kept]
 
 
 def _records(source: Source, offset: int, lost: list[LostRange]) -> Iterator[tuple[int, Frame, bytes]]:

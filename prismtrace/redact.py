@@ -18,6 +18,7 @@ from prismtrace.encoding import stream_bytes
 from prismtrace.errors import TraceDataError, TraceResultError, TraceUsageError
 from prismtrace.index import read_header, read_meta
 from prismtrace.model import ProcessGroup, TableKind
+from prismtrace.payloads import ATTACHMENT_PREFIX
 from prismtrace.pseudonyms import Pseudonymiser, boundary, remains
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import (
@@ -32,7 +33,7 @@ from prismtrace.rewriting import (
 )
 from prismtrace.source import PathSource, TraceInput
 from prismtrace.tables import Column, DictionaryColumn
-from prismtrace.writer import ATTACHMENT_PREFIX, TraceWriter
+from prismtrace.writer import TraceWriter
 
 REDACTED: Final = (
     "metadata: paths, URLs, e-mail and IP addresses, names of hosts and users; the command line but for its flags and "

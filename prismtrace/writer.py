@@ -22,14 +22,14 @@ from prismtrace.container import RecordKind
 from prismtrace.errors import TraceUsageError
 from prismtrace.index import Collected
 from prismtrace.model import COLUMNS, FORMAT_VERSION, ROLE_RANK, ColumnType, GraphKind, ProcessGroup, TableKind
+from prismtrace.payloads import ATTACHMENT_PREFIX, as_bytes
 from prismtrace.recordfile import RecordFile
+from prismtrace.resuming import resume
 from prismtrace.roles import Template
 from prismtrace.strings import SharedStrings, pack_strings
 
 WRITER_NAME: Final = "prismtrace 1.0.0"
 ROWS_PER_CHUNK: Final = 1 << 16
-ATTACHMENT_PREFIX: Final = "attachment."
-"""Begins the metadata keys that name attachments; the value is the digest in hexadecimal digits."""
 _SAMPLE_BYTES: Final = 1 << 16
 _MIN_GAIN: Final = 0.9
 
@@ -37,15 +37,6 @@ _MIN_GAIN: Final = 0.9
 def payload_digest(buffer: bytes | memoryview) -> bytes:
     """The 16 bytes that name a payload: BLAKE2b-128 of its bytes."""
     return hashlib.blake2b(buffer, digest_size=DIGEST_BYTES).digest()
-
-
-def as_bytes(buffer: Any) -> memoryview:
-    """A flat view of the bytes of any contiguous buffer."""
-    try:
-        view = memoryview(buffer)
-        return view.cast("B") if view.nbytes else memoryview(b"")
-    except (TypeError, ValueError) as error:
-        raise TraceUsageError(f"a contiguous buffer is needed: {error}") from error
 
 
 class TraceWriter:
@@ -79,13 +70,7 @@ class TraceWriter:
     ) -> None:
         if not 0 <= world_size < 1 << 31:
             raise TraceUsageError(f"world_size {world_size} is out of range")
-        self._lock = threading.RLock()
-        self._collected = Collected()
-        self._types: dict[TableKind, dict[str, ColumnType]] = {kind: {} for kind in COLUMNS}
-        self._num_rows: dict[tuple[int, int, int], int] = {}
-        self._shared: SharedStrings | None = None
-        self._templates: dict[tuple[TableKind, int, int], Template] = {}
-        self._file = RecordFile(os.fspath(path), overwrite=overwrite, atomic=atomic)
+        self._begin(RecordFile(os.fspath(path), overwrite=overwrite, atomic=atomic))
         header = metas.HeaderMeta(FORMAT_VERSION, 0, 0, int(GraphKind(graph_kind)), world_size, WRITER_NAME)
         try:
             _, buffers = container.pack_record(RecordKind.HEADER, metas.pack_header(header))
@@ -95,6 +80,44 @@ class TraceWriter:
         except BaseException:
             self._file.close()
             raise
+
+    @classmethod
+    def append(cls, path: str | os.PathLike[str], *, allow_unfinished: bool = False) -> Self:
+        """A writer that goes on with a file: rows, groups and metadata are added to what it holds.
+
+        The index at its end is cut off at once and written again by `close`: in between the file is unfinished.
+        Keep a copy where that matters.
+
+        Args:
+            path: a finished file.
+            allow_unfinished: also a file without an index, whose last whole record is then the last that counts.
+
+        Raises:
+            TraceUsageError: the file holds what this library could not keep.
+            TraceFormatError: the file is broken.
+            TraceWriteError: it cannot be opened, or another writer has it open.
+        """
+        file = RecordFile(os.fspath(path), resume=True)
+        try:
+            state = resume(file.path, allow_unfinished=allow_unfinished)
+            file.cut(state.end)
+        except BaseException:
+            file.close()
+            raise
+        writer = cls.__new__(cls)
+        writer._begin(file)
+        writer._collected, writer._types = state.collected, state.types
+        writer._num_rows, writer._templates = state.num_rows, state.templates
+        return writer
+
+    def _begin(self, file: RecordFile) -> None:
+        self._lock = threading.RLock()
+        self._collected = Collected()
+        self._types: dict[TableKind, dict[str, ColumnType]] = {kind: {} for kind in COLUMNS}
+        self._num_rows: dict[tuple[int, int, int], int] = {}
+        self._shared: SharedStrings | None = None
+        self._templates: dict[tuple[TableKind, int, int], Template] = {}
+        self._file = file
 
     @property
     def path(self) -> str:

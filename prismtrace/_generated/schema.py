@@ -67,6 +67,7 @@ class Encoding(object):
     DICTIONARY = 6
     SHUFFLED = 7
     ROLE_DIFFERENCE = 8
+    CONTINUED = 9
 
 
 class EventKind(object):
@@ -191,11 +192,17 @@ class Stream(object):
     # Stream
     def Width(self): return self._tab.Get(flatbuffers.number_types.Uint8Flags, self._tab.Pos + flatbuffers.number_types.UOffsetTFlags.py_type(35))
     # Stream
-    def Reserved(self): return self._tab.Get(flatbuffers.number_types.Uint32Flags, self._tab.Pos + flatbuffers.number_types.UOffsetTFlags.py_type(36))
+    def Shift(self): return self._tab.Get(flatbuffers.number_types.Uint8Flags, self._tab.Pos + flatbuffers.number_types.UOffsetTFlags.py_type(36))
+    # Stream
+    def Reserved0(self): return self._tab.Get(flatbuffers.number_types.Uint8Flags, self._tab.Pos + flatbuffers.number_types.UOffsetTFlags.py_type(37))
+    # Stream
+    def Reserved1(self): return self._tab.Get(flatbuffers.number_types.Uint16Flags, self._tab.Pos + flatbuffers.number_types.UOffsetTFlags.py_type(38))
 
-def CreateStream(builder, base, numValues, storedLength, rawLength, crc, scale, column, reference, part, encoding, compression, width, reserved):
+def CreateStream(builder, base, numValues, storedLength, rawLength, crc, scale, column, reference, part, encoding, compression, width, shift, reserved0, reserved1):
     builder.Prep(8, 40)
-    builder.PrependUint32(reserved)
+    builder.PrependUint16(reserved1)
+    builder.PrependUint8(reserved0)
+    builder.PrependUint8(shift)
     builder.PrependUint8(width)
     builder.PrependUint8(compression)
     builder.PrependUint8(encoding)

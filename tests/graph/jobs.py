@@ -182,8 +182,16 @@ def oracle(
                 int(plan.seq[j])): j for j in range(len(plan))}  # fmt: skip
         for row in range(len(graph)):
             if c["kind"][row] in (COLLECTIVE, SEND, RECV):
-                key = message_key(graph, row) if c["kind"][row] != COLLECTIVE else (
-                    int(c["group_id"][row]), np.iinfo(np.int32).min, np.iinfo(np.int32).min, ABSENT, int(c["seq"][row])
+                key = (
+                    message_key(graph, row)
+                    if c["kind"][row] != COLLECTIVE
+                    else (
+                        int(c["group_id"][row]),
+                        np.iinfo(np.int32).min,
+                        np.iinfo(np.int32).min,
+                        ABSENT,
+                        int(c["seq"][row]),
+                    )
                 )
                 if key in ops:
                     op_of[row] = ops[key]

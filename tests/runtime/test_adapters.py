@@ -11,7 +11,7 @@ import pytest
 
 from prismtrace import Phase, TraceReader, UnitKind
 
-ADAPTER = '''
+ADAPTER = """
 import contextlib
 import prism_sdk
 from prism_sdk.abc import AdapterHook, FrameworkAdapter
@@ -47,9 +47,9 @@ class Tiny(FrameworkAdapter):
 @prism_sdk.hookimpl
 def prism_register_adapters():
     return [Tiny()]
-'''
+"""
 
-SCRIPT = '''
+SCRIPT = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(256, 256))
@@ -57,7 +57,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(2):
     model(torch.ones(64, 256)).sum().backward()
     optimizer.step()
-'''
+"""
 
 
 def observe(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

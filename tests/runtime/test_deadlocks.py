@@ -17,12 +17,15 @@ START = """
 
 
 def test_a_collective_that_one_rank_skips_is_named_with_places_and_who_is_missing(bench: Any) -> None:
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     def exchange():
         dist.all_reduce(torch.ones(3))
     if rank != 1:
         exchange()
-    """)
+    """
+    )
     began = time.monotonic()
     ended = bench.run("record", script, "--nproc-per-node", "3", "--slots", "1")
     assert time.monotonic() - began < 20
@@ -37,9 +40,12 @@ def test_a_collective_that_one_rank_skips_is_named_with_places_and_who_is_missin
 
 
 def test_two_ranks_that_receive_from_each_other(bench: Any) -> None:
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     dist.recv(torch.zeros(3), src=1 - rank, tag=7)
-    """)
+    """
+    )
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
     assert ended.code == 1
     assert "rank 0: recv tag 7" in ended.err and "rank 1: recv tag 7" in ended.err
@@ -73,7 +79,9 @@ def test_mismatched_collectives_are_named_with_both_places(bench: Any) -> None:
 
 def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) -> None:
     """The script's own TCPStore: with one slot, rank 0 waits in C++ for a key that rank 1 has yet to set."""
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
     import datetime, socket
     holder = [0]
     if rank == 0:
@@ -86,7 +94,8 @@ def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) 
     dist.all_reduce(torch.ones(1))
     print("passed", rank, flush=True)
     dist.barrier()
-    """)
+    """
+    )
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 0, ended.err
     assert "passed 0" in ended.out and "passed 1" in ended.out

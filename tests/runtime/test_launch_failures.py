@@ -62,7 +62,9 @@ def test_a_rank_that_ends_badly_ends_the_recording(bench: Any, half: int) -> Non
 @pytest.mark.parametrize("statement", ["raise ValueError('a wrong turn')", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_a_rank_that_ends_badly_ends_the_observation(bench: Any, statement: str) -> None:
     """Rank 0 waits inside gloo meanwhile, for a message that never comes: what it traced is kept all the same."""
-    script = bench.script(START + f"""
+    script = bench.script(
+        START
+        + f"""
         if rank == 1:
             {statement}
         else:
@@ -71,7 +73,8 @@ def test_a_rank_that_ends_badly_ends_the_observation(bench: Any, statement: str)
     if rank == 2:
         time.sleep(40)
     body()
-    """)
+    """
+    )
     ended = bench.run("observe", script, "--nproc-per-node", "3")
     assert ended.code == 1
     assert ("a wrong turn" if "Value" in statement else "killed by SIGKILL") in ended.err
@@ -82,11 +85,14 @@ def test_a_rank_that_ends_badly_ends_the_observation(bench: Any, statement: str)
 
 
 def test_an_exception_in_a_thread_is_no_failure(bench: Any) -> None:
-    script = bench.script(START + """
+    script = bench.script(
+        START
+        + """
         raise ValueError("in a thread")
     thread = threading.Thread(target=body)
     thread.start(); thread.join()
-    """)
+    """
+    )
     ended = bench.run("record", script, "--nproc-per-node", "2")
     assert ended.code == 0
     assert "in a thread" in ended.err

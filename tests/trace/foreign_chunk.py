@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from itertools import accumulate
 from typing import Any
 
 import zstandard
@@ -34,6 +35,40 @@ def expand(stored: bytes, compression: int, raw_length: int) -> bytes:
         data = zstandard.ZstdDecompressor().decompress(stored, max_output_size=raw_length)
     need(len(data) == raw_length, "length")
     return data
+
+
+_NEEDED = (1, 3, 4, 5, 9, 10, 11, 12)
+
+
+def signed(number: int) -> int:
+    """A number modulo 2**64 as a signed one."""
+    number &= MASK
+    return number - (1 << 64) if number >> 63 else number
+
+
+def value_of(number: int, scale: int, shift: int) -> int:
+    """What a number of ticks stands for, modulo 2**64."""
+    number = signed(number)
+    if shift == 0:
+        return number * scale & MASK
+    if shift == 32:
+        need(abs(number) < 0x7F800000, "no float32")
+        (bits,) = struct.unpack("<f", struct.pack("<I", abs(number) | (number < 0) << 31))
+        value = round(bits * scale)
+        need(abs(value) < 1 << 63, "a float outside of int64")
+        return value & MASK
+    half = 1 << shift - 1
+    value, rest = divmod(number * scale, 1 << shift)
+    return value + (rest > half or (rest == half and value & 1)) & MASK
+
+
+def ticks_of(value: int, scale: int, shift: int) -> int:
+    """The nearest number of ticks of a value."""
+    if shift == 32:
+        (bits,) = struct.unpack("<i", struct.pack("<f", float(value) / scale))
+        return -(bits & 0x7FFFFFFF) if bits < 0 else bits
+    whole, part = divmod(value, scale)
+    return (whole << shift) + ((part << shift) + scale // 2) // scale
 
 
 class Chunk:
@@ -131,74 +166,101 @@ class Chunk:
         return [pairs.get(value, value) for value in before]
 
     def raw(self, stream: tuple[Any, ...]) -> bytes:
-        _, num_values, _, raw_length, crc, scale, _, _, _, encoding, compression, width, reserved, stored = stream
-        need(zlib.crc32(stored) == crc, "stream checksum")
-        need(scale != 0 and reserved == 0, "stream")
+        num_values, raw_length, crc, scale, encoding, compression, width, shift = (stream[i] for i in _NEEDED)
+        need(zlib.crc32(stream[-1]) == crc, "stream checksum")
+        need(scale != 0 and shift <= 32 and stream[13] == stream[14] == 0, "stream")
+        need(1 <= encoding <= 9 and width in ((0,) if encoding == 2 else (1, 2, 4, 8, 16)), "encoding")
         dictionary = stream[0] * 8 if encoding == 6 else 0
         need(raw_length == (0 if encoding == 2 else num_values * width + dictionary), "stream length")
-        return expand(stored, compression, raw_length)
+        need(num_values * 8 <= 1 << 28, "limit")
+        return expand(stream[-1], compression, raw_length)
+
+    def numbers(self, stream: tuple[Any, ...]) -> list[int]:
+        """The stored numbers: signed for PLAIN, SHUFFLED and differences, else unsigned."""
+        raw = self.raw(stream)
+        count, encoding, width = (stream[i] for i in (1, 9, 11))
+        body = raw[stream[0] * 8 :] if encoding == 6 else raw
+        if encoding == 1:
+            return [int.from_bytes(body[i * width : (i + 1) * width], "little", signed=True) for i in range(count)]
+        planes = [body[i * count : (i + 1) * count] for i in range(width)]
+        numbers = [
+            int.from_bytes(bytes(plane[i] for plane in planes), "little", signed=encoding == 7) for i in range(count)
+        ]
+        return [(n >> 1) ^ -(n & 1) for n in numbers] if encoding in (4, 5, 8, 9) else numbers
 
     def integers(self, column: int, part: int) -> list[int]:
         """Values modulo 2**64."""
         stream = self.streams[column, part]
-        base, count, scale, reference, encoding, width = (stream[i] for i in (0, 1, 5, 7, 9, 11))
-        raw = self.raw(stream)
+        base, count, scale, reference, encoding, shift = (stream[i] for i in (0, 1, 5, 7, 9, 12))
         if encoding == 2:
-            return [base * scale & MASK] * count
-        head = raw[: base * 8] if encoding == 6 else b""
-        body = raw[len(head) :]
-        if encoding == 1:
-            numbers = [int.from_bytes(body[i * width : (i + 1) * width], "little", signed=True) for i in range(count)]
-        else:
-            planes = [body[i * count : (i + 1) * count] for i in range(width)]
-            numbers = [int.from_bytes(bytes(plane[i] for plane in planes), "little") for i in range(count)]
+            self.raw(stream)
+            return [value_of(base, scale, shift)] * count
+        numbers = self.numbers(stream)
         if encoding == 3:
             numbers = [number + base for number in numbers]
         elif encoding == 4:
-            total, values = base, []
-            for number in numbers:
-                total += (number >> 1) ^ -(number & 1)
-                values.append(total)
-            numbers = values
-        elif encoding == 8:
-            role = self.of_role(column)
-            need(role is not None and part == 1, "difference to a role that is not there")
-            base_values = role[0].resolved(role[1]) if role else []
-            need(len(base_values) == count, "number of differences")
-            pairs = zip(base_values, numbers, strict=True)
-            return [near + scale * ((n >> 1) ^ -(n & 1)) & MASK for near, n in pairs]
-        elif encoding == 5:
-            need(reference < column and part == 1, "reference")
-            need(self.specs[reference][1] == "i64", "reference")
-            near = dict(zip(self.rows(reference), self.resolved(reference), strict=True))
-            rows = self.rows(column)
-            numbers = [near[r] + scale * ((n >> 1) ^ -(n & 1)) for r, n in zip(rows, numbers, strict=True)]
-            return [number & MASK for number in numbers]
+            numbers = [base + total for total in accumulate(numbers)]
         elif encoding == 6:
-            numbers = [struct.unpack_from("<q", head, 8 * number)[0] for number in numbers]
-        elif encoding == 7:
-            numbers = [number - (1 << 8 * width) if number >> (8 * width - 1) else number for number in numbers]
-        else:
-            need(encoding == 1, "encoding")
-        return [number * scale & MASK for number in numbers]
+            distinct = struct.unpack_from(f"<{base}q", self.raw(stream))
+            numbers = [distinct[number] for number in numbers]
+        elif encoding in (5, 8):
+            need(part == 1, "a difference that is no value")
+            near = self.near(column, reference) if encoding == 5 else self.near_role(column)
+            need(len(near) == count, "number of differences")
+            pairs = list(zip(near, numbers, strict=True))
+            if shift == 0:
+                return [value + scale * number & MASK for value, number in pairs]
+            numbers = [ticks_of(signed(value), scale, shift) + number for value, number in pairs]
+        elif encoding == 9:
+            need(part == 1, "a continuation that is no value")
+            lengths = self.lengths(column, reference, scale, shift)
+            need(len(lengths) == count, "number of lengths")
+            numbers = [
+                base + total for total in accumulate(n + d for n, d in zip(numbers, [0, *lengths], strict=False))
+            ]
+        return [value_of(number, scale, shift) for number in numbers]
+
+    def near(self, column: int, reference: int) -> list[int]:
+        """The values of another column in the rows in which this one has a value."""
+        need(reference < column and self.specs[reference][1] == "i64", "reference")
+        values = dict(zip(self.rows(reference), self.resolved(reference), strict=True))
+        return [values[row] for row in self.rows(column)]
+
+    def near_role(self, column: int) -> list[int]:
+        role = self.of_role(column)
+        need(role is not None, "difference to a role that is not there")
+        return role[0].resolved(role[1]) if role else []
+
+    def lengths(self, column: int, reference: int, scale: int, shift: int) -> list[int]:
+        """Ticks from each value of a column to that of the column which refers to it; 0 where that has none."""
+        other = self.streams[reference, 1]
+        need(other[9] == 5 and other[7] == column and self.specs[reference][1] == "i64", "continuation")
+        rows, numbers = self.rows(reference), self.numbers(other)
+        need(len(rows) == len(numbers), "number of values")
+        if (other[5], other[12]) != (scale, shift):
+            need(other[12] == 0 and shift != 32, "continuation of other ticks")
+            numbers = [ticks_of(number * other[5], scale, shift) for number in numbers]
+        found, mine = dict(zip(rows, numbers, strict=True)), self.rows(column)
+        need(set(rows) <= set(mine), "an end without a start")
+        return [found.get(row, 0) for row in mine]
 
     def typed(self, column: int, kind: str, optional: bool) -> list[Any]:
         if kind == "f64":
             return self.floats(column, optional)
-        values = self.resolved(column)
+        unsigned = self.resolved(column)
         if kind == "u64":
-            return [str(value) for value in values]
-        signed = [value - (1 << 64) if value >> 63 else value for value in values]
+            return [str(value) for value in unsigned]
+        values = [signed(value) for value in unsigned]
         if kind in ("string", "digest"):
             dictionary = self.strings() if kind == "string" else self.digests()
-            need(all(value >= 0 for value in signed), "code")
-            return [dictionary[value] for value in signed]
+            need(all(value >= 0 for value in values), "code")
+            return [dictionary[value] for value in values]
         low, high = {"u8": (0, 255), "bool": (0, 1), "i32": (-(1 << 31), (1 << 31) - 1)}.get(kind, (-(1 << 63), MASK))
         absent = low if optional else low - 1
-        need(all(low <= value <= high and value != absent for value in signed), "value out of range")
+        need(all(low <= value <= high and value != absent for value in values), "value out of range")
         if kind == "bool":
-            return [bool(value) for value in signed]
-        return [str(value) for value in signed] if kind == "i64" else signed
+            return [bool(value) for value in values]
+        return [str(value) for value in values] if kind == "i64" else values
 
     def floats(self, column: int, optional: bool) -> list[Any]:
         stream = self.streams[column, 1]
@@ -214,6 +276,7 @@ class Chunk:
     def strings(self) -> list[str]:
         if (0, 4) not in self.streams and (0, 5) not in self.streams:
             return self.shared
+        need(self.streams[0, 5][9] == self.streams[0, 5][11] == 1, "string dictionary")
         lengths, data = self.integers(0, 4), self.raw(self.streams[0, 5])
         need(sum(lengths) == len(data), "string lengths")
         texts, start = [], 0
@@ -229,9 +292,9 @@ class Chunk:
     def lists(self, column: int) -> list[list[str]]:
         lengths, values = self.integers(column, 3), self.integers(column, 1)
         need(sum(lengths) == len(values), "list lengths")
-        signed = [str(value - (1 << 64) if value >> 63 else value) for value in values]
+        texts = [str(signed(value)) for value in values]
         lists, start = [], 0
         for length in lengths:
-            lists.append(signed[start : start + length])
+            lists.append(texts[start : start + length])
             start += length
         return lists

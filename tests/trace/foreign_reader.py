@@ -15,7 +15,7 @@ from foreign_chunk import TYPE_NAMES, TYPES, Chunk, Refused, expand, need
 
 MAGIC = b"\x89PRSM\x01\r\n"
 FRAME = struct.Struct("<4sBBHIIQII")
-STREAM = struct.Struct("<qIIIIIHHBBBBI")
+STREAM = struct.Struct("<qIIIIIHHBBBBBBH")
 CHUNK_ENTRY = struct.Struct("<QQQqqQIiiiIIIIBBHI")
 RANGE = struct.Struct("<iIi")
 PAYLOAD_ENTRY = struct.Struct("<16sQQQQIBBH")
@@ -238,6 +238,7 @@ class _File:
     def chunk(self, entry: tuple[Any, ...], rank: int = -1) -> Chunk:
         """The checked chunk of an index entry, as one rank sees it."""
         offset, length = entry[0], entry[1]
+        need(entry[15:] == (0, 0, 0), "reserved bytes of an entry")
         need(self.start <= offset and offset + length <= self.end and offset % 8 == 0, "chunk outside the file")
         kind, meta, data_start, data_length, end, crcs = _record(self.raw, offset)
         need(kind == 2 and end == offset + length and crcs == (entry[10], entry[11]), "chunk and index differ")
@@ -269,7 +270,7 @@ class _File:
         names = set()
         for column in chunk.tables(9):
             column_id, kind_id, name = column.scalar(0, "H"), column.scalar(1, "B"), column.string(2)
-            need(column_id >= 1 << 15 and "." in name and name not in names, "named column")
+            need(column_id >= 1 << 15 and "." in name.strip(".") and name not in names, "named column")
             names.add(name)
             if 0 < kind_id < len(TYPES):
                 specs[column_id] = (name, TYPES[kind_id], TYPES[kind_id] not in ("u8", "u64", "bool"))

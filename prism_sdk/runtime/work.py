@@ -10,10 +10,12 @@ the handle, as with torch's own handles: else memory would not be that of the re
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -106,10 +108,11 @@ class PrismWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with this work.
 
-        C++ waits for futures where Python cannot see it (DDP's reducer), in a backward pass only.  There the wait is
-        made visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work
-        first; in the engine's final callbacks the work is waited for now.  Elsewhere Python asks, and drives the work.
+        DDP's reducer waits for futures in C++, where Python cannot see it.  In a backward pass the wait is made
+        visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work first.
+        Where that is not possible and C++ asks, the work is waited for now.  A program drives the work by asking.
         """
+        asked_by_program = _is_program(sys._getframe(1))
         if self._future is None:
             work = weakref.ref(self)
 
@@ -120,9 +123,26 @@ class PrismWork(Work):
             self._future = DrivenFuture(drive, lambda: (this := work()) is None or this.is_completed())
             if self._complete is None:
                 self._future.set_result(self.result())
-            elif torch._C._current_graph_task_id() != -1 and not wait_before_backward_ends(self):
+            elif not wait_before_backward_ends(self) and not asked_by_program:
                 self.wait()
         return self._future
+
+
+def _is_program(caller: FrameType) -> bool:
+    """Whether Python code asks for a future, and keeps it: a call from C++ appears under whoever called into C++.
+
+    What a communication hook returns goes to DDP's C++ as well; with uneven inputs DDP runs hooks outside of backward.
+    """
+    if "get_future" not in caller.f_code.co_names:
+        return False
+    frame: FrameType | None = caller
+    for _ in range(8):
+        if frame is None:
+            break
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.nn.parallel"):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def wait_before_backward_ends(work: PrismWork) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,10 +53,7 @@ def concatenate(
     row_index = rows[0] if len(rows) == 1 else np.concatenate(rows) if rows else np.zeros(0, np.int64)
     named: dict[str, ColumnSpec] = {}
     for part in parts:
-        for spec in part.named:
-            if named.setdefault(spec.name, spec).type is not spec.type:
-                types = f"{named[spec.name].type.name} and {spec.type.name}"
-                raise TraceDataError(f"column {spec.name!r} of rank {rank} is {types} in two chunks", path=path)
+        _note_types(named, part, rank=rank, path=path)
     columns: dict[str, Column] = {}
     for spec in (*specs, *named.values()):
         if any(spec.name in part.columns for part in parts):
@@ -68,6 +65,65 @@ def concatenate(
             ]
             columns[spec.name] = _joined(found)
     return kind(rank, columns, row_index=frozen(row_index), selected=selected, named=named)
+
+
+class Joiner(Generic[T]):
+    """Joins parts as they come, so that each may be dropped at once: only lists and dictionaries wait for the end.
+
+    Its result is that of `concatenate`.
+    """
+
+    def __init__(self, kind: type[T], rank: int, specs: Sequence[ColumnSpec], *, num_rows: int, path: str) -> None:
+        self._kind, self._rank, self._path = kind, rank, path
+        self._specs = {spec.name: spec for spec in specs}
+        self._named: dict[str, ColumnSpec] = {}
+        self._row_index = np.empty(num_rows, np.int64)
+        self._at = 0
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self._others: dict[str, list[Column]] = {}
+        self._lengths: list[int] = []
+
+    def add(self, part: Part) -> None:
+        """Takes the next rows."""
+        _note_types(self._named, part, rank=self._rank, path=self._path)
+        start, self._at = self._at, self._at + len(part.row_index)
+        self._row_index[start : self._at] = part.row_index
+        for name, column in part.columns.items():
+            if isinstance(column, np.ndarray):
+                if name not in self._arrays:
+                    self._arrays[name] = np.empty(len(self._row_index), column.dtype)
+                    self._arrays[name][:start] = self._spec(name).default
+                self._arrays[name][start : self._at] = column
+            else:
+                missing = [missing_column(self._spec(name), num_rows=count) for count in self._lengths]
+                self._others.setdefault(name, missing).append(column)
+        for name in self._arrays.keys() - part.columns.keys():
+            self._arrays[name][start : self._at] = self._spec(name).default
+        for name in self._others.keys() - part.columns.keys():
+            self._others[name].append(missing_column(self._spec(name), num_rows=len(part.row_index)))
+        self._lengths.append(len(part.row_index))
+
+    def _spec(self, name: str) -> ColumnSpec:
+        return self._specs.get(name) or self._named[name]
+
+    def table(self, *, selected: frozenset[str] | None) -> T:
+        """All rows that were added."""
+        columns: dict[str, Column] = {}
+        for name in (*self._specs, *self._named):
+            if name in self._arrays:
+                columns[name] = frozen(self._arrays[name])
+            elif name in self._others:
+                columns[name] = _joined(self._others[name])
+        row_index = frozen(self._row_index)
+        return self._kind(self._rank, columns, row_index=row_index, selected=selected, named=self._named)
+
+
+def _note_types(named: dict[str, ColumnSpec], part: Part, *, rank: int, path: str) -> None:
+    """Adds the named columns of a part; refuses one that has another type in a part before."""
+    for spec in part.named:
+        if named.setdefault(spec.name, spec).type is not spec.type:
+            types = f"{named[spec.name].type.name} and {spec.type.name}"
+            raise TraceDataError(f"column {spec.name!r} of rank {rank} is {types} in two chunks", path=path)
 
 
 def _joined(parts: list[Any]) -> Column:
@@ -85,9 +141,10 @@ def _joined_dictionaries(parts: list[DictionaryColumn[Any]]) -> Column:
     for part in parts:
         if len(parts) == 1:
             break
-        used = np.unique(part.codes)
+        used = np.zeros(len(part.values) + 1, np.bool_)
+        used[part.codes] = True
         remap = np.full(len(part.values) + 1, -1, np.int32)
-        for code in used[used >= 0].tolist():
+        for code in np.flatnonzero(used[:-1]).tolist():
             remap[code] = values.setdefault(part.values[code], len(values))
         codes.append(remap[part.codes])
     if len(parts) == 1:

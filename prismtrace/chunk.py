@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import StreamPart
-from prismtrace.columns import DIGEST_BYTES, Rows
+from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
 from prismtrace.encoders import (
     encode_bytes,
     encode_differences,
@@ -140,11 +140,14 @@ def time_range(columns: Mapping[str, Column]) -> tuple[int, int]:
 
 
 def _range(columns: list[Any], absent: int) -> tuple[int, int] | None:
-    found = [column[column != absent] for column in columns if column is not None]
-    found = [column for column in found if len(column)]
-    if not found:
-        return None
-    return min(int(column.min()) for column in found), max(int(column.max()) for column in found)
+    found = []
+    for column in columns:
+        if column is not None and len(column):
+            if int(column.min()) == absent:  # the smallest value of the type
+                column = column[column != absent]
+            if len(column):
+                found.append((int(column.min()), int(column.max())))
+    return (min(low for low, _ in found), max(high for _, high in found)) if found else None
 
 
 def _uses(rows: Rows, shared: SharedStrings) -> bool:
@@ -248,13 +251,16 @@ class _Encoder:
         if self._strings:
             encoded = [text.encode("utf-8") for text in self._strings]
             lengths = np.array([len(text) for text in encoded], np.int64)
-            if lengths.sum() > MAX_STREAM_BYTES:
-                raise TraceUsageError(f"strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time")
+            if lengths.sum() > MAX_STREAM_BYTES or len(lengths) > MAX_DICTIONARY:
+                message = f"{len(lengths)} strings of {lengths.sum()} bytes in one chunk; add fewer rows at a time"
+                raise TraceUsageError(message)
             self._streams += [
                 encode_integers(lengths, column=DICTIONARY_COLUMN, part=StreamPart.STRING_LENGTHS),
                 encode_bytes(b"".join(encoded), column=DICTIONARY_COLUMN, part=StreamPart.STRING_BYTES),
             ]
         if self._digests:
+            if len(self._digests) > MAX_DICTIONARY:
+                raise TraceUsageError(f"{len(self._digests)} digests in one chunk; add fewer rows at a time")
             raw = b"".join(self._digests)
             stream = encode_bytes(raw, column=DICTIONARY_COLUMN, part=StreamPart.DIGESTS, width=DIGEST_BYTES)
             self._streams.append(stream)
@@ -290,7 +296,7 @@ class _Encoder:
         if valid is not None:
             if not self._add_validity(spec, valid, explicit=explicit):
                 return
-            values = values[valid]
+            values = values.take(np.flatnonzero(valid))
         elif not spec.optional and not values.any() and not explicit:
             return
         if spec.type is ColumnType.UINT64:

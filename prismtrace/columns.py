@@ -18,6 +18,9 @@ from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
 
 MAX_STRING_BYTES: Final = 1 << 16
 MAX_LIST_VALUES: Final = 1 << 24
+MAX_DICTIONARY: Final = 1 << 20
+"""How many strings, or digests, the dictionary of a chunk may have."""
+
 MAX_NAME_BYTES: Final = 1 << 10
 DIGEST_BYTES: Final = 16
 

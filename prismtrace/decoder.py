@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.chunk import DICTIONARY_COLUMN
-from prismtrace.columns import DIGEST_BYTES, MAX_LIST_VALUES
+from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, MAX_LIST_VALUES
 from prismtrace.encoding import (
     Stream,
     apply_differences,
@@ -69,6 +69,8 @@ class ChunkDecoder:
         self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
         self._valid: dict[int, NDArray[np.bool_] | None] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
+        self._masks: dict[bytes, NDArray[np.bool_]] = {}
+        self._places: dict[int, NDArray[np.int64]] = {}
         self._strings: tuple[str, ...] | None = None
         self._digests: tuple[bytes, ...] | None = None
         position = 0
@@ -147,10 +149,13 @@ class ChunkDecoder:
             rows = self._meta.num_rows
             if stream.encoding != Encoding.PLAIN or stream.width != 1 or stream.num_values != (rows + 7) // 8:
                 raise TraceFormatError(f"validity of column {spec.name}", path=self._path, offset=offset)
-            bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
-            if bits[rows:].any():
-                raise TraceFormatError(f"validity of column {spec.name} past its end", path=self._path, offset=offset)
-            valid = bits[:rows].view(np.bool_)
+            valid = self._masks.get(raw)
+            if valid is None:
+                bits = np.unpackbits(np.frombuffer(raw, np.uint8), bitorder="little")
+                if bits[rows:].any():
+                    message = f"validity of column {spec.name} past its end"
+                    raise TraceFormatError(message, path=self._path, offset=offset)
+                valid = self._masks[raw] = bits[:rows].view(np.bool_)
         self._valid[spec.column_id] = valid
         return valid
 
@@ -311,8 +316,15 @@ class ChunkDecoder:
         valid = self._validity(spec)
         if valid is None:
             return typed
-        full = np.full(self._meta.num_rows, absent, dtype)
-        full[valid] = typed
+        return self._spread(typed, valid, absent)
+
+    def _spread(self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float) -> NDArray[Any]:
+        """The values in the rows that have one, `absent` in the others."""
+        places = self._places.get(id(valid))  # masks live as long as this decoder, or its role's
+        if places is None:
+            places = self._places[id(valid)] = np.flatnonzero(valid)
+        full = np.full(self._meta.num_rows, absent, values.dtype)
+        full[places] = values
         return full
 
     def _floats(self, spec: ColumnSpec) -> Column:
@@ -325,9 +337,7 @@ class ChunkDecoder:
         valid = self._validity(spec)
         if valid is None:
             return values
-        full = np.full(self._meta.num_rows, np.nan)
-        full[valid] = values
-        return full
+        return self._spread(values, valid, np.nan)
 
     def _dictionary(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
         dictionary: tuple[Any, ...] = self._string_table() if spec.type is ColumnType.STRING else self._digest_table()
@@ -338,8 +348,16 @@ class ChunkDecoder:
         codes[... if valid is None else valid] = values
         return DictionaryColumn(codes, dictionary)
 
+    def _check_dictionary(self, part: int) -> None:
+        """Refuses a dictionary that is too large before anything of it is built."""
+        found = self._streams.get((DICTIONARY_COLUMN, part))
+        if found is not None and found[0].num_values > MAX_DICTIONARY:
+            message = f"a dictionary of {found[0].num_values} values"
+            raise TraceLimitError(message, path=self._path, offset=self._data_offset + found[1])
+
     def _string_table(self) -> tuple[str, ...]:
         if self._strings is None:
+            self._check_dictionary(StreamPart.STRING_LENGTHS)
             lengths = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_LENGTHS)
             data = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_BYTES)
             if lengths is None and data is None:
@@ -350,16 +368,17 @@ class ChunkDecoder:
             if data[0].encoding != Encoding.PLAIN or data[0].width != 1:
                 raise TraceFormatError("string dictionary", path=self._path, offset=data[2])
             sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-            ends = _ends(sizes, len(data[1]))
-            if ends is None:
+            if not _add_up(sizes, len(data[1])):
                 raise self._error("string lengths do not add up")
             raw = data[1]
+            ends = np.cumsum(sizes).tolist()
             own = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
             self._strings = (*self._shared(), *own)
         return self._strings
 
     def _digest_table(self) -> tuple[bytes, ...]:
         if self._digests is None:
+            self._check_dictionary(StreamPart.DIGESTS)
             found = self._raw(DICTIONARY_COLUMN, StreamPart.DIGESTS)
             if found is None:
                 return ()
@@ -380,7 +399,7 @@ class ChunkDecoder:
                 f"column {spec.name} has {data[0].num_values} elements", path=self._path, offset=data[2]
             )
         sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-        if _ends(sizes, data[0].num_values) is None:
+        if not _add_up(sizes, data[0].num_values):
             raise self._error(f"column {spec.name}: list lengths do not add up")
         values = decode_integers(data[0], data[1], path=self._path, offset=data[2])
         valid = self._validity(spec)
@@ -393,9 +412,8 @@ class ChunkDecoder:
         return ListColumn(offsets, values, valid)
 
 
-def _ends(sizes: NDArray[np.int64], total: int) -> list[int] | None:
-    """Running sums of `sizes`, or None when they are not sizes that add up to `total`."""
+def _add_up(sizes: NDArray[np.int64], total: int) -> bool:
+    """Whether these are sizes, and `total` is their sum."""
     if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > total):
-        return None
-    ends: list[int] = np.cumsum(sizes).tolist()
-    return ends if (ends[-1] if ends else 0) == total else None
+        return False
+    return int(sizes.sum()) == total

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace import metas
-from prismtrace.assemble import Part, concatenate
+from prismtrace.assemble import Joiner, Part, concatenate
 from prismtrace.chunkreader import ChunkReader
 from prismtrace.errors import (
     TraceFormatError,
@@ -239,11 +239,20 @@ class TraceReader:
         specs, wanted = _specs(kind.table, columns), _step_range(steps)
         parts, size = [], 0
         entries = self._chunks(kind.table, rank, wanted, role)
-        self._check_size(int(entries["num_rows"].sum(dtype=np.int64)) * 8 * max(1, len(specs)), rank)
+        num_rows = int(entries["num_rows"].sum(dtype=np.int64))
+        self._check_size(num_rows * 8 * max(1, len(specs)), rank)
+        joiner = None
+        if len(entries) > 1 and wanted is None:
+            joiner = Joiner(kind, rank, specs, num_rows=num_rows, path=self.path)
         for part in self._parts(kind.table, rank, specs, wanted, _selected(columns), role=role):
             size += sum(_nbytes(column) for column in part.columns.values())
             self._check_size(size, rank)
-            parts.append(part)
+            if joiner is None:
+                parts.append(part)
+            else:
+                joiner.add(part)
+        if joiner is not None:
+            return joiner.table(selected=_selected(columns))
         return concatenate(kind, rank, specs, parts, selected=_selected(columns), path=self.path)
 
     def _check_size(self, size: int, rank: int) -> None:

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from prismtrace.columns import MAX_STRING_BYTES
-from prismtrace.errors import TraceDataError, TraceUsageError
+from prismtrace.columns import MAX_DICTIONARY, MAX_STRING_BYTES
+from prismtrace.errors import TraceDataError, TraceLimitError, TraceUsageError
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ def pack_strings(texts: Sequence[str]) -> bytes:
         encoded = [text.encode("utf-8") for text in texts]
     except (AttributeError, UnicodeEncodeError) as error:
         raise TraceUsageError(f"shared strings must be valid str: {error}") from error
+    if len(encoded) > MAX_DICTIONARY:
+        raise TraceUsageError(f"{len(encoded)} shared strings; the limit is {MAX_DICTIONARY}")
     if len(set(encoded)) != len(encoded) or any(len(text) > MAX_STRING_BYTES for text in encoded):
         raise TraceUsageError(f"shared strings must be distinct and at most {MAX_STRING_BYTES} bytes long")
     lengths = np.array([len(text) for text in encoded], "<u4")
@@ -45,6 +47,8 @@ def pack_strings(texts: Sequence[str]) -> bytes:
 def parse_strings(raw: bytes, *, path: str, offset: int) -> tuple[str, ...]:
     """The strings of such a payload."""
     count = int.from_bytes(raw[:4], "little")
+    if count > MAX_DICTIONARY:
+        raise TraceLimitError(f"{count} shared strings", path=path, offset=offset)
     if len(raw) < 4 + 4 * count:
         raise TraceDataError(f"{count} shared strings in {len(raw)} bytes", path=path, offset=offset)
     ends = 4 + 4 * count + np.cumsum(np.frombuffer(raw, "<u4", count, 4).astype(np.int64))

@@ -171,10 +171,11 @@ def write_times(
 def _steps(
     reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None
 ) -> dict[str, Any]:
-    columns: dict[str, Any] = dict(reader.steps(rank).columns())
-    if ends is not None and rank in ends:
+    table = reader.steps(rank)
+    columns: dict[str, Any] = dict(table.columns())
+    if ends is not None and rank in ends and len(table):
         known = dict(zip(*(values.tolist() for values in ends[rank]), strict=True))
-        wanted = np.asarray(columns["step"]).tolist()
+        wanted = table.step.tolist()
         columns["end_ns"] = np.array([known.get(step, ABSENT) for step in wanted], dtype=np.int64)
         columns["start_ns"] = np.array([known.get(step - 1, ABSENT) for step in wanted], dtype=np.int64)
     return columns

@@ -17,6 +17,7 @@ from prism_sdk.errors import TraceMismatchError
 from prism_sdk.graph.plan import BoundaryPlan
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
+from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
@@ -147,6 +148,7 @@ class EmulateSeam(Seam):
 
         install_rendezvous(self.conversation, lambda regions: None)
         install_coalescing()
+        install_futures()
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
 
@@ -163,6 +165,7 @@ class EmulateSeam(Seam):
             self._started = True
             self.engine.start(self.tracer.first_ns)
         call.check()
+        run_due()
         posted = now_ns()
         unit = self.tracer.communication(call, posted, take_number(call))
         one, moved = self.cursor.next(call, str(self.facts.graph))
@@ -229,7 +232,10 @@ class EmulateSeam(Seam):
             late = self.session.hold_until(due)
             if blocked or not call.is_async:
                 self.late_ns.append(late)
-            self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
+            if is_in_background():
+                self.tracer.complete(unit, now_ns())
+            else:
+                self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
 
         return complete
 

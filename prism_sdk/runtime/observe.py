@@ -9,9 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import Work
 
 from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.futures import DrivenFuture, install_futures
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.work import PrismWork, wait_before_backward_ends
@@ -59,8 +61,13 @@ class TimedWork(PrismWork):
         inner = self._inner
         if inner is None or not hasattr(inner, "get_future"):
             return super().get_future()
-        wait_before_backward_ends(self)
-        return inner.get_future()
+        if torch._C._current_graph_task_id() != -1:
+            wait_before_backward_ends(self)
+            return inner.get_future()
+        # waiting for it goes through the handle, for the times; completing it and its callbacks stay with the backend
+        future = DrivenFuture(self.wait, lambda: False)
+        inner.get_future().add_done_callback(lambda done: future.take(lambda real: real.value(), done))
+        return future
 
 
 def _timed_wait(
@@ -99,6 +106,9 @@ class ObserveSeam(Seam):
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
+
+    def install(self) -> None:
+        install_futures()
 
     def group_created(self, group: GroupState) -> None:
         trace_group(self.tracer, group)

@@ -22,6 +22,7 @@ from prism_sdk.runtime import tracer as rows
 from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.config import PayloadMode
+from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
@@ -103,6 +104,7 @@ class RecordSeam(Seam):
 
         install_rendezvous(self.conversation, self.release)
         install_coalescing()
+        install_futures()
 
     def group_created(self, group: GroupState) -> None:
         trace_group(self.tracer, group)
@@ -113,6 +115,7 @@ class RecordSeam(Seam):
 
     def issue(self, call: Call) -> Any:
         call.check()
+        run_due()
         posted = now_ns()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
@@ -128,7 +131,10 @@ class RecordSeam(Seam):
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             self._complete(call, key, unit, keeps, handle)
-            self.tracer.wait(unit, start, now_ns(), blocked=True)
+            if is_in_background():
+                self.tracer.complete(unit, now_ns())
+            else:
+                self.tracer.wait(unit, start, now_ns(), blocked=True)
 
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])

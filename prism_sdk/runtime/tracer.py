@@ -133,6 +133,11 @@ class Tracer:
         if blocked:
             self.amend(unit, END, end_ns)
 
+    def complete(self, unit: int, end_ns: int) -> None:
+        """Date the completion of communication row `unit`, for which nobody waits."""
+        self._open.pop(unit, None)
+        self.amend(unit, END, end_ns)
+
     def resume(self) -> None:
         """The time since the last row was Prism's own: it belongs to no row."""
         self._last_ns = now_ns()

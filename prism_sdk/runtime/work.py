@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from prism_sdk.runtime.futures import DrivenFuture
+
 _live: dict[int, PrismWork] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
 
@@ -41,7 +43,7 @@ class PrismWork(Work):
         self._outputs = list(outputs)
         self._is_async = is_async
         self._is_orphan = False  # held by us alone, for the sake of C++
-        self._future: torch.futures.Future[Any] | None = None
+        self._future: DrivenFuture | None = None
         self._error: BaseException | None = None
         self.source = -1  # group rank that a receive from any source was matched with
         _live[id(self)] = self
@@ -54,13 +56,13 @@ class PrismWork(Work):
             except BaseException as error:
                 self._error = error
                 self._release()
-                if self._future is not None and not self._future.done():
+                if self._future is not None and not self._future.is_complete:
                     self._future.set_exception(error)
                 raise
             self._release()
         elif self._error is not None:
             raise self._error
-        if self._future is not None and not self._future.done():
+        if self._future is not None and not self._future.is_complete:
             self._future.set_result(self.result())
         return True
 
@@ -104,15 +106,21 @@ class PrismWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with this work.
 
-        C++ waits for futures where Python cannot see it (DDP's reducer).  Inside a backward pass the wait is made
-        visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work first.
-        Elsewhere the work is waited for now.
+        C++ waits for futures where Python cannot see it (DDP's reducer), in a backward pass only.  There the wait is
+        made visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work
+        first; in the engine's final callbacks the work is waited for now.  Elsewhere Python asks, and drives the work.
         """
         if self._future is None:
-            self._future = _LazyFuture(self)
+            work = weakref.ref(self)
+
+            def drive() -> None:
+                if (this := work()) is not None:
+                    this.wait()
+
+            self._future = DrivenFuture(drive, lambda: (this := work()) is None or this.is_completed())
             if self._complete is None:
                 self._future.set_result(self.result())
-            elif not wait_before_backward_ends(self):
+            elif torch._C._current_graph_task_id() != -1 and not wait_before_backward_ends(self):
                 self.wait()
         return self._future
 
@@ -131,17 +139,3 @@ def wait_before_backward_ends(work: PrismWork) -> bool:
 
     torch.autograd.Variable._execution_engine.queue_callback(wait)
     return True
-
-
-class _LazyFuture(torch.futures.Future):  # type: ignore[type-arg]  # subscripted it is another class
-    """Waiting for it in Python drives the work, so that a script may ask before the backward pass has ended."""
-
-    def __init__(self, work: PrismWork) -> None:
-        super().__init__()
-        self._work = weakref.ref(work)
-
-    def wait(self) -> Any:
-        work = self._work()
-        if work is not None and not self.done():
-            work.wait()
-        return super().wait()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from prismtrace import GraphKind, Op, TraceReader, UnitKind
+from tests.runtime.conftest import Bench
 from tests.runtime.laboratory import DDP, RANKS, Laboratory, metadata
 
 pytest.importorskip("torch")
@@ -199,3 +200,31 @@ def test_a_broken_graph_is_named_and_nothing_is_started(lab: Laboratory, damage:
     assert "Traceback" not in ended.err
     assert "torch is being loaded" not in ended.err
     assert not output.exists()
+
+
+def test_a_job_without_steps_whose_futures_cross(bench: Bench) -> None:
+    """Two groups in opposite orders, a callback, no training step: recorded on one slot, calibrated, emulated."""
+    script = bench.script("""
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, seen = dist.get_rank(), []
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    tensors = [torch.ones(3) * rank, torch.ones(3) * (rank + 1)]
+    order = (0, 1) if rank else (1, 0)
+    futures = [dist.all_reduce(tensors[i], group=groups[i], async_op=True).get_future() for i in order]
+    torch.futures.collect_all(futures).then(lambda all_: [one.value() for one in all_.value()]).wait()
+    dist.all_reduce(torch.ones(1), async_op=True).get_future().add_done_callback(lambda f: seen.append(f.value()))
+    dist.barrier()
+    dist.barrier()
+    print(rank, [t[0].item() for t in tensors], len(seen), flush=True)
+    """)
+    bare, graph = bench.folder / "bare.prism", bench.folder / "graph.prism"
+    for verb, *options in (
+        ("record", "--nproc-per-node", "2", "--slots", "1", "-o", str(bare)),
+        ("calibrate", "--graph", str(bare), "-o", str(graph)),
+        ("emulate", "--graph", str(graph), "--sandbox", "0", "-o", str(bench.output)),
+    ):
+        ended = bench.run(verb, script, *options)
+        assert ended.code == 0, ended.err
+        if verb != "calibrate":
+            assert "0 [1.0, 3.0] 1" in ended.out

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch._C._distributed_c10d import Work  # noqa: E402
 
+from prism_sdk.runtime.futures import collect_all, run_due, wait_all  # noqa: E402
 from prism_sdk.runtime.work import PrismWork, outstanding_works  # noqa: E402
 
 
@@ -66,7 +67,7 @@ def test_result_is_there_as_long_as_the_program_holds_the_handle() -> None:
 def test_a_future_does_not_outlive_the_handle() -> None:
     work = handle(torch.ones(4))
     future = work.get_future()
-    is_gone = watch(future.value()[0])
+    is_gone = watch(future.wait()[0])
     del work
     assert not is_gone()
     del future
@@ -80,4 +81,38 @@ def test_a_failed_wait_is_over_and_says_so_again() -> None:
             work.wait()
     assert not work.is_success()
     assert isinstance(work.exception(), RuntimeError)
+    assert outstanding_works() == []
+
+
+def test_futures_complete_when_somebody_asks() -> None:
+    works = [handle(torch.full((2,), float(i))) for i in range(4)]
+    futures = [work.get_future() for work in works]
+    doubled = futures[0].then(lambda future: future.value()[0] * 2).then(lambda future: future.value() + 1)
+    assert len(outstanding_works()) == 4, "asking for a future waits for nothing"
+    assert doubled.wait().tolist() == [1.0, 1.0]
+    assert len(outstanding_works()) == 3
+    assert futures[1].done() and futures[1].value()[0].tolist() == [1.0, 1.0]
+    seen: list[Any] = []
+    futures[2].add_done_callback(lambda future: seen.append(future.value()[0].tolist()))
+    run_due()
+    assert seen == [[2.0, 2.0]]
+    assert [value[0].tolist() for value in wait_all(futures)] == [[float(i)] * 2 for i in range(4)]
+    assert outstanding_works() == []
+
+
+def test_a_failed_operation_fails_its_futures() -> None:
+    work = handle(torch.ones(4), error=RuntimeError("lost a peer"))
+    future = work.get_future()
+    chained = future.then(lambda done: done.value())
+    collected = collect_all([future])
+    for asked in (chained, future, collected):
+        with pytest.raises(RuntimeError, match="lost a peer"):
+            [one.wait() for one in asked.wait()]
+    assert outstanding_works() == []
+
+
+def test_an_error_of_a_callback_is_the_error_of_its_future() -> None:
+    work = handle(torch.ones(4))
+    with pytest.raises(RuntimeError, match="no such thing"):
+        work.get_future().then(lambda _: [].index("no such thing")).wait()
     assert outstanding_works() == []

@@ -15,11 +15,11 @@ from foreign_reader import Refused
 from foreign_reader import read as foreign_read
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trace_edits import FOOTER, Record, edited, put_together, take_apart
+from trace_edits import FOOTER, STRING_LENGTHS, Record, edited, get_field, put_together, set_field, take_apart
 from trace_faults import Memory, check_hostile, everything
 
 import prismtrace
-from prismtrace import PrismTraceError, TraceFormatError, TraceReader
+from prismtrace import PrismTraceError, TraceFormatError, TraceLimitError, TraceReader
 
 VECTORS = Path(prismtrace.__file__).resolve().parents[1] / "spec/conformance/valid"
 NAMES = sorted(path.stem for path in VECTORS.glob("*.prism"))
@@ -79,3 +79,25 @@ def test_an_index_entry_too_short_for_a_record() -> None:
             with pytest.raises(TraceFormatError) as caught:
                 reader.units(reader.ranks[0])
             assert caught.value.offset == chunk
+
+
+def test_a_dictionary_of_empty_strings_without_end() -> None:
+    records, magic = load("everything")
+    bombs = 0
+    for record in records:
+        position = 0
+        for place in record.streams:
+            stored_length = get_field(record, place, "stored_length")
+            if (get_field(record, place, "column"), get_field(record, place, "part")) == (0, STRING_LENGTHS):
+                del record.data[position : position + stored_length]
+                bomb = {"encoding": 2, "width": 0, "base": 0, "num_values": 1 << 24}
+                for name, value in {**bomb, "raw_length": 0, "stored_length": 0, "compression": 1, "crc": 0}.items():
+                    set_field(record, place, name, value)
+                stored_length = 0
+                bombs += 1
+            position += stored_length
+    assert bombs
+    memory = Memory()
+    with pytest.raises(TraceLimitError, match="dictionary of 16777216"):
+        everything(io.BytesIO(put_together(records, magic, finished=False)), allow_unfinished=True)
+    assert memory.growth() < 64 << 20

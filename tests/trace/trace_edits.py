@@ -15,6 +15,7 @@ from trace_faults import FRAME, MARKER
 
 MAGIC_BYTES = 8
 CHUNK, FOOTER = 2, 6
+STRING_LENGTHS = 4
 STREAM_BYTES = 40
 STREAMS_SLOT = 4 + 2 * 8
 NONE, ZSTD = 1, 2
@@ -97,13 +98,15 @@ def put_together(records: list[Record], magic: bytes, *, finished: bool) -> byte
     return bytes(raw)
 
 
-def _get(record: Record, place: int, name: str) -> int:
+def get_field(record: Record, place: int, name: str) -> int:
+    """A field of the stream descriptor at `place`."""
     offset, code = STREAM_FIELDS[name]
     value: int = struct.unpack_from("<" + code, record.meta, place + offset)[0]
     return value
 
 
-def _set(record: Record, place: int, name: str, value: int) -> None:
+def set_field(record: Record, place: int, name: str, value: int) -> None:
+    """Changes a field of the stream descriptor at `place`."""
     offset, code = STREAM_FIELDS[name]
     size = struct.calcsize("<" + code)
     record.meta[place + offset : place + offset + size] = (value & (1 << 8 * size) - 1).to_bytes(size, "little")
@@ -124,16 +127,16 @@ def _edit_meta(record: Record, rng: random.Random) -> None:
 def _edit_descriptor(record: Record, rng: random.Random) -> None:
     place = rng.choice(record.streams)
     name = rng.choice(list(STREAM_FIELDS))
-    value = _number(rng) if rng.random() < 0.6 else _get(record, place, name) + rng.choice((-1, 1))
-    _set(record, place, name, value)
+    value = _number(rng) if rng.random() < 0.6 else get_field(record, place, name) + rng.choice((-1, 1))
+    set_field(record, place, name, value)
 
 
 def _edit_values(record: Record, rng: random.Random) -> None:
     """Other bytes in a stream, sometimes more or fewer of them; its lengths and its checksum are right."""
     number = rng.randrange(len(record.streams))
-    start = sum(_get(record, place, "stored_length") for place in record.streams[:number])
+    start = sum(get_field(record, place, "stored_length") for place in record.streams[:number])
     place = record.streams[number]
-    stored_length, compression = _get(record, place, "stored_length"), _get(record, place, "compression")
+    stored_length, compression = get_field(record, place, "stored_length"), get_field(record, place, "compression")
     if not 0 < stored_length <= len(record.data) - start:
         return
     raw = bytearray(record.data[start : start + stored_length])
@@ -148,9 +151,9 @@ def _edit_values(record: Record, rng: random.Random) -> None:
         raw = raw[: rng.randrange(len(raw))] if rng.random() < 0.5 else raw + bytes(rng.choice((1, 8, 1000)))
     stored = zstandard.ZstdCompressor().compress(raw) if compression == ZSTD else bytes(raw)
     record.data[start : start + stored_length] = stored
-    _set(record, place, "raw_length", len(raw))
-    _set(record, place, "stored_length", len(stored))
-    _set(record, place, "crc", zlib.crc32(stored))
+    set_field(record, place, "raw_length", len(raw))
+    set_field(record, place, "stored_length", len(stored))
+    set_field(record, place, "crc", zlib.crc32(stored))
 
 
 def edited(records: list[Record], rng: random.Random) -> list[Record]:

@@ -145,6 +145,31 @@ def future_collected(ctx: Context) -> Any:
 
 
 @case()
+def futures_crossed(ctx: Context) -> Any:
+    """Half of the ranks ask for the futures of two groups in the one order, half in the other."""
+    groups = [dist.new_group(list(ctx.peers)), dist.new_group(list(ctx.peers))]
+    tensors = [whole(ctx), whole(ctx, offset=1)]
+    order = (0, 1) if dist.get_rank() % 2 else (1, 0)
+    futures = [dist.all_reduce(tensors[i], group=groups[i], async_op=True).get_future() for i in order]
+    total = torch.futures.collect_all(futures).then(lambda done: sum(one.value()[0].sum() for one in done.value()))
+    return total.wait(), tensors
+
+
+@case()
+def future_callback(ctx: Context) -> Any:
+    seen: list[Any] = []
+    work = dist.all_reduce(whole(ctx), async_op=True)
+    work.get_future().add_done_callback(lambda done: seen.append(done.value()[0].tolist()))
+    for _ in range(2):
+        dist.barrier()
+    for _ in range(100):
+        if seen:
+            break
+        time.sleep(0.01)
+    return seen
+
+
+@case()
 def all_reduce_coalesced(ctx: Context) -> Any:
     tensors = [whole(ctx), whole(ctx, 3, offset=1)]
     dist.all_reduce_coalesced(tensors)

@@ -20,7 +20,7 @@ from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.roles import Difference, Template
 from prismtrace.source import TraceInput
-from prismtrace.tables import Table
+from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
 from prismtrace.writer import TraceWriter
 
 _STRUCTURE: Final = (
@@ -87,13 +87,12 @@ class _Compaction:
             classes.setdefault(structure, {}).setdefault(times, []).append(rank)
         num_roles = 0
         for structure, by_times in classes.items():
-            for name, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
-                if name is None:
+            for is_role, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
+                if not is_role:
                     for rank in ranks:
                         self._write_alone(rank)
                 else:
-                    digest = hashlib.blake2b(structure + name, digest_size=8).digest()
-                    self._write_role(int.from_bytes(digest, "little") or 1, ranks)
+                    self._write_role(ranks)
                     num_roles += 1
         return CompactReport(len(self._reader.ranks), num_roles, self._num_members, self._num_shared)
 
@@ -140,8 +139,9 @@ class _Compaction:
         found: Table = read[table](rank)
         return found
 
-    def _write_role(self, role: int, ranks: list[int]) -> None:
+    def _write_role(self, ranks: list[int]) -> None:
         """Writes a role with the rows of its first rank, and what the others have in its place."""
+        role = self._role_id(ranks[0])
         self._num_members += len(ranks)
         shared = set(ranks)
         for table in _TABLES:
@@ -156,6 +156,17 @@ class _Compaction:
             templates = self._writer.put_rows(table, ROLE_RANK, start, rows, role=role)
             shared &= self._write_members(table, role, ranks, templates)
         self._num_shared += len(shared)
+
+    def _role_id(self, rank: int) -> int:
+        """An id that follows from the rows of a role: one id in two files means the same rows."""
+        state = hashlib.blake2b(digest_size=8)
+        for table in _TABLES:
+            for first, rows in self._pieces(table, rank):
+                state.update(f"{table} {first} {rows.num_rows}".encode())
+                for spec in rows.specs:
+                    state.update(f"{spec.name} {spec.type}".encode())
+                    state.update(_content(rows.columns[spec.name]))
+        return int.from_bytes(state.digest(), "little") or 1
 
     def _write_members(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> set[int]:
         """Writes one table of all ranks of a role; returns those that needed no chunk of their own."""
@@ -197,21 +208,30 @@ class _Compaction:
         return {rank for rank, _ in blocks}
 
 
-def _roles(by_times: dict[bytes, list[int]], min_ranks: int) -> Iterator[tuple[bytes | None, list[int]]]:
-    """Ranks of one structure as roles, each named by the times of its first ranks; None: ranks that have none.
+def _content(column: Column) -> bytes:
+    """The values of a column as bytes."""
+    if isinstance(column, DictionaryColumn):
+        return repr(list(column)).encode("utf-8", "surrogatepass")
+    if isinstance(column, ListColumn):
+        return repr([None if row is None else row.tolist() for row in column]).encode()
+    return np.ascontiguousarray(column).tobytes()
+
+
+def _roles(by_times: dict[bytes, list[int]], min_ranks: int) -> Iterator[tuple[bool, list[int]]]:
+    """Ranks of one structure as roles, or (False) ranks that have none.
 
     Ranks that share their times have a role of their own, all others that of the largest such class.
     """
     alike = sorted(by_times.items(), key=lambda item: -len(item[1]))
     rest = sorted(rank for _, ranks in alike if len(ranks) < min_ranks for rank in ranks)
-    roles = [(times, ranks) for times, ranks in alike if len(ranks) >= min_ranks]
+    roles = [ranks for _, ranks in alike if len(ranks) >= min_ranks]
     if roles:
-        roles[0] = (roles[0][0], roles[0][1] + rest)
-        yield from roles
+        roles[0] = roles[0] + rest
+        yield from ((True, ranks) for ranks in roles)
     elif len(rest) >= min_ranks:
-        yield alike[0][0], alike[0][1] + [rank for rank in rest if rank not in alike[0][1]]
+        yield True, alike[0][1] + [rank for rank in rest if rank not in alike[0][1]]
     else:
-        yield None, rest
+        yield False, rest
 
 
 def _is_small(item: Difference) -> bool:

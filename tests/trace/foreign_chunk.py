@@ -74,10 +74,10 @@ def ticks_of(value: int, scale: int, shift: int) -> int:
 class Chunk:
     def __init__(
         self, streams: dict[tuple[int, int], tuple[Any, ...]], num_rows: int, specs: Any, shared: list[str],
-        template: Chunk | None, place: int, num_ranks: int,
+        template: Chunk | None, place: int, num_ranks: int, tables: dict[int, list[int]],
     ) -> None:  # fmt: skip
         self.streams, self.num_rows, self.specs, self.shared = streams, num_rows, specs, shared
-        self.template, self.place, self.num_ranks = template, place, num_ranks
+        self.template, self.place, self.num_ranks, self.tables = template, place, num_ranks, tables
         self.made: dict[int, Any] = {}
         self.parts: dict[int, set[int]] = {}
         for column, part in streams:
@@ -155,7 +155,9 @@ class Chunk:
         role = self.of_role(column)
         need(role is not None, "no such column of the role")
         before = role[0].resolved(role[1]) if role else []
-        table = self.integers(column, 7 if 7 in parts else 8)
+        if column not in self.tables:  # of many ranks: decoded once
+            self.tables[column] = self.integers(column, 7 if 7 in parts else 8)
+        table = self.tables[column]
         if 8 in parts:
             need(len(table) == self.num_ranks, "number of shifts")
             return [value + table[self.place] & MASK for value in before]

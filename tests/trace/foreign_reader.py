@@ -135,6 +135,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     major, minor = header.scalar(0, "H"), header.scalar(1, "H")
     need(major == 1, "version")
     need(header.scalar(2, "Q") == 0, "required features")
+    need(header.scalar(5, "i") >= 0, "world size")
     need(len(raw) >= 40 and raw[-8:] == MAGIC, "unfinished")
     offset, length, reserved, crc = struct.unpack("<QQII", raw[-32:-8])
     need(zlib.crc32(raw[-32:-12]) == crc and reserved == 0, "trailer checksum")
@@ -204,6 +205,7 @@ class _File:
         self.roles: dict[tuple[int, int, int], Chunk] = {}
         self.found: dict[int, dict[str, Any]] = {}
         self.ends: dict[tuple[int, ...], int] = {}
+        self.chunks: dict[int, tuple[Any, ...]] = {}
 
     def ranks(self) -> dict[int, dict[str, Any]]:
         """Rank -> table -> columns."""
@@ -237,6 +239,19 @@ class _File:
 
     def chunk(self, entry: tuple[Any, ...], rank: int = -1) -> Chunk:
         """The checked chunk of an index entry, as one rank sees it."""
+        streams, specs, shared, places, tables = self.parsed(entry)
+        template, place = None, 0
+        if rank >= 0 and entry[5]:
+            template = self.roles.get((entry[14], entry[5], entry[2]))
+            need(template is not None and template.num_rows == entry[6], "no such rows of the role")
+            need(not places or rank in places, "rank is not in the chunk")
+            place = places.get(rank, 0)
+        return Chunk(streams, entry[6], specs, shared, template, place, max(1, len(places)), tables)
+
+    def parsed(self, entry: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Streams, columns, shared strings and ranks of a chunk, and an empty place for decoded maps."""
+        if entry[0] in self.chunks:
+            return self.chunks[entry[0]]
         offset, length = entry[0], entry[1]
         need(entry[15:] == (0, 0, 0), "reserved bytes of an entry")
         need(self.start <= offset and offset + length <= self.end and offset % 8 == 0, "chunk outside the file")
@@ -274,15 +289,11 @@ class _File:
             names.add(name)
             if 0 < kind_id < len(TYPES):
                 specs[column_id] = (name, TYPES[kind_id], TYPES[kind_id] not in ("u8", "u64", "bool"))
-        template, place = None, 0
-        if rank >= 0 and entry[5]:
-            template = self.roles.get((entry[14], entry[5], entry[2]))
-            need(template is not None and template.num_rows == entry[6], "no such rows of the role")
-            need(not ranks or rank in ranks, "rank is not in the chunk")
-            place = ranks.index(rank) if ranks else 0
         digest = chunk.scalar(12, "Q").to_bytes(8, "little") + chunk.scalar(13, "Q").to_bytes(8, "little")
         shared = self.shared(digest) if any(digest) else []
-        return Chunk(streams, entry[6], specs, shared, template, place, max(1, len(ranks)))
+        places = {rank: place for place, rank in enumerate(ranks)}
+        self.chunks[offset] = (streams, specs, shared, places, {})
+        return self.chunks[offset]
 
     def shared(self, digest: bytes) -> list[str]:
         """The strings of a payload that chunks share."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import json
 import subprocess
 import sys
@@ -42,11 +43,21 @@ def name_of(vector: dict[str, Any]) -> str:
     return Path(vector["file"]).stem
 
 
+def digest_of(twin: dict[str, Any]) -> str:
+    text = json.dumps(twin, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()
+
+
 @pytest.mark.parametrize("vector", MANIFEST["valid"], ids=name_of)
 def test_valid_vectors_say_what_their_twin_says(vector: dict[str, Any]) -> None:
-    twin = json.loads((VECTORS / vector["twin"]).read_text(encoding="utf-8"))
-    assert prismtrace.to_json(VECTORS / vector["file"]) == twin
-    assert foreign_read((VECTORS / vector["file"]).read_bytes()) == twin
+    ours = prismtrace.to_json(VECTORS / vector["file"])
+    theirs = foreign_read((VECTORS / vector["file"]).read_bytes())
+    if "twin" in vector:
+        twin = json.loads((VECTORS / vector["twin"]).read_text(encoding="utf-8"))
+        assert ours == twin
+        assert theirs == twin
+    else:
+        assert digest_of(ours) == digest_of(theirs) == vector["twin_blake2b"]
 
 
 @pytest.mark.parametrize("vector", BROKEN, ids=name_of)
@@ -75,7 +86,8 @@ def test_every_vector_is_in_the_manifest_and_small() -> None:
 def test_vectors_are_what_the_generator_makes(tmp_path: Path) -> None:
     subprocess.run([sys.executable, VECTORS / "generate.py", tmp_path], check=True)
     assert json.loads((tmp_path / "manifest.json").read_text(encoding="utf-8")) == MANIFEST
-    for vector in MANIFEST["valid"]:  # another zstd may give other bytes, never another twin
+    twins = [vector for vector in MANIFEST["valid"] if "twin" in vector]
+    for vector in twins:  # another zstd may give other bytes, never another twin
         assert (tmp_path / vector["twin"]).read_text() == (VECTORS / vector["twin"]).read_text(encoding="utf-8")
 
 

@@ -139,7 +139,10 @@ class RecordSeam(Seam):
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
 
-        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async)
+        def late_wait() -> None:
+            self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
+
+        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async, late_wait=late_wait)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job

@@ -10,6 +10,7 @@ the handle, as with torch's own handles: else memory would not be that of the re
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections import deque
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from prism_sdk.runtime.futures import DrivenFuture
+from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
 
 _live: dict[int, PrismWork] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
@@ -37,13 +38,16 @@ class PrismWork(Work):
 
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
-        outputs: Sequence[torch.Tensor], *, is_async: bool = True,
+        outputs: Sequence[torch.Tensor], *, is_async: bool = True, late_wait: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        """`late_wait` notes a wait for what polling has completed; without it polling completes nothing (observe)."""
         super().__init__()
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
         self._outputs = list(outputs)
         self._is_async = is_async
+        self._late_wait = late_wait
+        self._is_late = False  # completed by a poll, and not waited for since
         self._is_orphan = False  # held by us alone, for the sake of C++
         self._future: DrivenFuture | None = None
         self._error: BaseException | None = None
@@ -64,6 +68,9 @@ class PrismWork(Work):
             self._release()
         elif self._error is not None:
             raise self._error
+        elif self._is_late and self._late_wait is not None and not is_in_background():
+            self._is_late = False
+            self._late_wait()
         if self._future is not None and not self._future.is_complete:
             self._future.set_result(self.result())
         return True
@@ -82,7 +89,16 @@ class PrismWork(Work):
             _finished.append(self)
 
     def is_completed(self) -> bool:
-        return self._poll is None or self._poll()
+        """Whether the operation is done. Then its results are in place too, as a program that polls expects."""
+        if self._poll is None:
+            return True
+        if not self._poll():
+            return False
+        if self._late_wait is not None:
+            self._is_late = True
+            with background(), contextlib.suppress(Exception):  # kept for those who wait or ask for it
+                self.wait()
+        return True
 
     def is_success(self) -> bool:
         return self._complete is None and self._error is None

@@ -28,7 +28,7 @@ def handle(tensor: Any, *, error: Exception | None = None) -> PrismWork:
         if error is not None:
             raise error
 
-    return PrismWork(complete, lambda: True, [tensor])
+    return PrismWork(complete, lambda: True, [tensor], late_wait=lambda: None)
 
 
 @pytest.fixture(autouse=True)

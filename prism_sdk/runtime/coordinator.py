@@ -25,6 +25,9 @@ _STACK_TIMEOUT_NS = 3_000_000_000
 _LOOK_NS = 100_000_000  # how often slot holders are looked at
 _STUCK_NS = 10_000_000_000  # a rank that blocks outside torch.distributed for so long is named
 _MAX_PLACES = 32
+_THREADS_NS = 5_000_000_000  # how long threads that do not communicate now are given to do so
+_MAX_YIELDS = 16  # in a row without progress, before a rank of several threads counts as one that waits
+_STORE_LOOKS = frozenset({"check", "add", "num_keys", "compare_set", "list_keys"})  # programs poll with these
 _STORE_WRITES = frozenset({"set", "add", "append", "compare_set", "multi_set"})  # may let a waiting rank go on
 
 NEW, RUNNING, WAITING, READY, LENT, DONE = "new", "running", "waiting", "ready", "lent", "done"
@@ -45,6 +48,8 @@ class RankState:
     stack: tuple[str, ...] | None = None
     step: int = 0
     pinned: tuple[int, ...] = ()
+    has_threads: bool = False  # another thread of it may do something yet
+    num_yields: int = 0  # times that one of its threads made way for another since it went on
     stuck_since_ns: int = 0  # lent and idle since
 
 
@@ -147,6 +152,8 @@ class Coordinator(Policy):
         """The rank's wait is over: it goes on at once if it still holds a slot, else when it gets one."""
         state = self._states[rank]
         state.reply = reply
+        if reply[0] != "again":
+            state.num_yields = 0
         if state.slot is not None or state.state == LENT:
             state.stuck_since_ns = time.monotonic_ns()
             self._answer(state)
@@ -218,6 +225,8 @@ class Coordinator(Policy):
             self._park(rank, message)
             self._in_store[rank] = None
             return
+        if message[1] in _STORE_LOOKS:  # a loop of these would starve the others, as one of polls
+            self._park(rank, message)
         self._fulfil(rank, reply)
         if message[1] not in _STORE_WRITES:
             return
@@ -228,8 +237,25 @@ class Coordinator(Policy):
                 del self._in_store[other]
                 self._fulfil(other, reply)
 
+    def _on_yield(self, rank: int, message: tuple[Any, ...]) -> None:
+        """The thread that waits keeps other threads of its rank from speaking: it is to ask again, after them."""
+        state = self._states[rank]
+        state.stack = tuple(message[1])
+        waits_for = state.waits_for
+        if state.state != WAITING or waits_for is None:
+            return  # its answer is on the way already
+        state.num_yields += 1
+        if state.num_yields > _MAX_YIELDS:
+            return  # all of its threads have asked, and again: none of them can go on
+        self._in_store.pop(rank, None)
+        if waits_for[0] == "wait" and rank in self._waiters.get(waits_for[1], ()):
+            self._waiters[waits_for[1]].remove(rank)
+        self._deadlock_since = 0
+        self._fulfil(rank, ("again",))
+
     def _on_stack(self, rank: int, message: tuple[Any, ...]) -> None:
-        self._states[rank].stack = tuple(message[1])
+        state = self._states[rank]
+        state.stack, state.has_threads = tuple(message[1]), message[2]
 
     # -- completion -------------------------------------------------------------------------------------------------
 
@@ -362,6 +388,11 @@ class Coordinator(Policy):
             return
         unheard = any(state.stack is None for state in waiting[:_MAX_PLACES])
         if unheard and now - self._deadlock_since < _STACK_TIMEOUT_NS:
+            return
+        threaded = [state for state in waiting if state.has_threads]
+        if threaded and now - self._deadlock_since < _THREADS_NS:
+            for state in threaded:  # one of its threads may want to speak by now
+                self.host.send(state.rank, ("stack", []))
             return
         error = DeadlockError([self._place(state) for state in waiting[:_MAX_PLACES]])
         notes = [f"{len(waiting)} ranks wait, the first {_MAX_PLACES} are shown"] if len(waiting) > _MAX_PLACES else []

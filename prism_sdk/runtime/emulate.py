@@ -60,6 +60,11 @@ class _Cursor:
         self._position += 1
         return one, self.rounds * script.items_per_round
 
+    @property
+    def num_left(self) -> int:
+        """Recorded operations that the program did not come to."""
+        return 0 if self.rounds else len(self.script.expected) - self._position
+
     def _go_round(self, call: Call) -> None:
         """Behind the last whole step, go back to it if the program trains on.
 
@@ -317,6 +322,7 @@ class EmulateSeam(Seam):
             "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
             "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
+            "operations_not_reached": self.cursor.num_left,
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
         }  # fmt: skip
 

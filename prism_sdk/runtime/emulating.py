@@ -92,16 +92,30 @@ def run_sandbox(
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         try:
             with _assistants(facts, scripts, work, pin=config.pin, world_size=config.world_size):
-                return run_job(
+                result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), SandboxPolicy(), report, ranks=sandbox, emulate=facts,
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
                     descriptors=fds,
                 )  # fmt: skip
+            _remark_on_the_rest(result, scripts, report)
+            return result
         finally:
             for fd in fds:
                 os.close(fd)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _remark_on_the_rest(result: LaunchResult, scripts: dict[int, Script], report: Report) -> None:
+    """A program that ends before its graph does may be another program, or have been given fewer steps."""
+    for rank, script in scripts.items():
+        facts = result.summary.get(str(rank))
+        left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
+        if left:
+            report(
+                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
+                "were not reached (fewer steps than recorded, or another program)"
+            )
 
 
 def _prepare(

@@ -228,3 +228,6 @@ def test_a_program_without_steps_is_calibrated_and_emulated(bench: Any) -> None:
     ended = bench.run("emulate", script, "--graph", graph)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["[48.0,", "48.0,", "48.0]"]
+    assert "not reached" not in ended.err
+    ended = bench.run("emulate", bench.script("print('something else')", "other.py"), "--graph", graph)
+    assert "5 of its 5 recorded operations were not reached" in ended.err

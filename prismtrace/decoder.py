@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
-from prismtrace.chunk import DICTIONARY_COLUMN
-from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, MAX_LIST_VALUES
+from prismtrace.columns import MAX_DICTIONARY, MAX_LIST_VALUES
+from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
     Stream,
     apply_differences,
@@ -63,7 +63,7 @@ class ChunkDecoder:
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
         self._meta, self._fetch, self._path, self._data_offset = meta, fetch, path, data_offset
-        self._template, self._place, self._num_ranks, self._shared = template, place, num_ranks, shared
+        self._template, self._place, self._num_ranks = template, place, num_ranks
         self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
@@ -71,8 +71,7 @@ class ChunkDecoder:
         self._bounds: dict[int, tuple[int, int]] = {}
         self._masks: dict[bytes, NDArray[np.bool_]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}
-        self._strings: tuple[str, ...] | None = None
-        self._digests: tuple[bytes, ...] | None = None
+        self._dictionaries = Dictionaries(self._checked_raw, shared, path=path)
         position = 0
         for stream in meta.streams:
             key = (stream.column, stream.part)
@@ -114,6 +113,14 @@ class ChunkDecoder:
         check_stream(stream, path=self._path, offset=offset)
         stored = self._fetch(position, stream.stored_length)
         return stream, stream_bytes(stream, stored, path=self._path, offset=offset), offset
+
+    def _checked_raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
+        """A stream of the dictionaries; refused when it is too large, before anything of it is built."""
+        found = self._streams.get((column, part))
+        if found is not None and part != StreamPart.STRING_BYTES and found[0].num_values > MAX_DICTIONARY:
+            message = f"a dictionary of {found[0].num_values} values"
+            raise TraceLimitError(message, path=self._path, offset=self._data_offset + found[1])
+        return self._raw(column, part)
 
     def _own(self, spec: ColumnSpec) -> frozenset[int]:
         """The parts that the chunk itself has of a column; empty for a column that only the role has."""
@@ -340,53 +347,14 @@ class ChunkDecoder:
         return self._spread(values, valid, np.nan)
 
     def _dictionary(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
-        dictionary: tuple[Any, ...] = self._string_table() if spec.type is ColumnType.STRING else self._digest_table()
+        is_text = spec.type is ColumnType.STRING
+        dictionary: tuple[Any, ...] = self._dictionaries.strings() if is_text else self._dictionaries.digests()
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < len(dictionary):
             raise self._error(f"column {spec.name}: code outside the dictionary of {len(dictionary)}")
         valid = self._validity(spec)
         codes = np.full(self._meta.num_rows, -1, np.int32)
         codes[... if valid is None else valid] = values
         return DictionaryColumn(codes, dictionary)
-
-    def _check_dictionary(self, part: int) -> None:
-        """Refuses a dictionary that is too large before anything of it is built."""
-        found = self._streams.get((DICTIONARY_COLUMN, part))
-        if found is not None and found[0].num_values > MAX_DICTIONARY:
-            message = f"a dictionary of {found[0].num_values} values"
-            raise TraceLimitError(message, path=self._path, offset=self._data_offset + found[1])
-
-    def _string_table(self) -> tuple[str, ...]:
-        if self._strings is None:
-            self._check_dictionary(StreamPart.STRING_LENGTHS)
-            lengths = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_LENGTHS)
-            data = self._raw(DICTIONARY_COLUMN, StreamPart.STRING_BYTES)
-            if lengths is None and data is None:
-                self._strings = self._shared()
-                return self._strings
-            if lengths is None or data is None:
-                raise self._error("a string dictionary without lengths or without bytes")
-            if data[0].encoding != Encoding.PLAIN or data[0].width != 1:
-                raise TraceFormatError("string dictionary", path=self._path, offset=data[2])
-            sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-            if not _add_up(sizes, len(data[1])):
-                raise self._error("string lengths do not add up")
-            raw = data[1]
-            ends = np.cumsum(sizes).tolist()
-            own = tuple(raw[start:end].decode("utf-8") for start, end in zip([0, *ends], ends, strict=False))
-            self._strings = (*self._shared(), *own)
-        return self._strings
-
-    def _digest_table(self) -> tuple[bytes, ...]:
-        if self._digests is None:
-            self._check_dictionary(StreamPart.DIGESTS)
-            found = self._raw(DICTIONARY_COLUMN, StreamPart.DIGESTS)
-            if found is None:
-                return ()
-            stream, raw, offset = found
-            if stream.encoding != Encoding.PLAIN or stream.width != DIGEST_BYTES:
-                raise TraceFormatError("digest dictionary", path=self._path, offset=offset)
-            self._digests = tuple(raw[i : i + DIGEST_BYTES] for i in range(0, len(raw), DIGEST_BYTES))
-        return self._digests
 
     def _lists(self, spec: ColumnSpec) -> Column:
         lengths = self._raw(spec.column_id, StreamPart.LENGTHS)
@@ -399,7 +367,7 @@ class ChunkDecoder:
                 f"column {spec.name} has {data[0].num_values} elements", path=self._path, offset=data[2]
             )
         sizes = decode_integers(lengths[0], lengths[1], path=self._path, offset=lengths[2])
-        if not _add_up(sizes, data[0].num_values):
+        if not add_up(sizes, data[0].num_values):
             raise self._error(f"column {spec.name}: list lengths do not add up")
         values = decode_integers(data[0], data[1], path=self._path, offset=data[2])
         valid = self._validity(spec)
@@ -410,10 +378,3 @@ class ChunkDecoder:
         offsets = np.zeros(len(full) + 1, np.int64)
         np.cumsum(full, out=offsets[1:])
         return ListColumn(offsets, values, valid)
-
-
-def _add_up(sizes: NDArray[np.int64], total: int) -> bool:
-    """Whether these are sizes, and `total` is their sum."""
-    if len(sizes) and (int(sizes.min()) < 0 or int(sizes.max()) > total):
-        return False
-    return int(sizes.sum()) == total

@@ -6,6 +6,7 @@ Does not read columns or payload bytes.
 from __future__ import annotations
 
 import zlib
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ from prismtrace.entries import (
     RankRange,
     chunk_entry,
     payload_entry,
+    ranges_of,
     ranks_of,
 )
 from prismtrace.errors import (
@@ -33,11 +35,12 @@ from prismtrace.errors import (
     TraceTruncatedError,
     TraceVersionError,
 )
-from prismtrace.model import ROLE_RANK, ProcessGroup, TableKind
+from prismtrace.model import FORMAT_VERSION, ROLE_RANK, ProcessGroup, TableKind
 from prismtrace.source import Source
 
 MAX_META_BYTES_SCANNED = 1 << 26
 MAX_RANK_CHUNKS = 1 << 24
+MAX_REPEATED = 1 << 20
 _NO_CHUNKS = np.zeros(0, np.int64)
 
 
@@ -253,6 +256,45 @@ class Collected:
         self.chunks.append(chunk_entry(meta, frame, offset, first_range=len(self.ranges)))
         self.ranges.extend(meta.ranges)
 
+    def drop_repeated_rows(self, path: str) -> list[tuple[int, int]]:
+        """Lets of chunks with the same rows only the later one count; returns the place and size of what is gone."""
+        if not self._has_repeated_rows(path):
+            return []
+        taken: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+        dropped, kept, ranges = [], [], [self.ranges[entry[12] : entry[12] + entry[13]] for entry in self.chunks]
+        for entry, mine in zip(reversed(self.chunks), reversed(ranges), strict=True):
+            rank, table, first = entry[7], entry[14], entry[2]
+            role = entry[5] if rank == ROLE_RANK else 0
+            rows = (first, first + entry[6])
+            ranks = ranks_of(mine).tolist() if mine else [rank]
+            free = [r for r in ranks if not _overlap(taken.setdefault((table, r, role), []), rows)]
+            for r in free:
+                insort(taken[table, r, role], rows)
+            if free:
+                kept.append((entry, ranges_of(free) if mine else ()))
+            else:
+                dropped.append((entry[0], entry[1]))
+        self.chunks, self.ranges = [], []
+        for entry, left in reversed(kept):
+            rank = left[0].first if left else entry[7]
+            place = len(self.ranges) if left else 0
+            self.chunks.append((*entry[:7], rank, *entry[8:12], place, len(left), *entry[14:]))
+            self.ranges.extend(left)
+        return dropped[::-1]
+
+    def _has_repeated_rows(self, path: str) -> bool:
+        header = metas.HeaderMeta(FORMAT_VERSION, 0, 0, 0, 0, "")
+        chunks, payloads, ranges = self.arrays()
+        index = Index(header, chunks, payloads, {}, {}, path=path, ranges=ranges)
+        try:
+            index.check()
+        except TraceDataError:
+            num_pairs = sum(item.num_ranks for item in self.ranges) + len(self.chunks)
+            if num_pairs > MAX_REPEATED:
+                raise TraceLimitError(f"repeated rows in {num_pairs} pairs of rank and chunk", path=path) from None
+            return True
+        return False
+
     def arrays(self) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Chunks, payloads and ranges as the index has them."""
         payloads = np.array(list(self.payloads.values()), PAYLOAD_ENTRY)
@@ -272,9 +314,15 @@ def scan(source: Source) -> Index:
         except TraceFormatError:
             break
         offset += frame.length
+    collected.drop_repeated_rows(source.name)
     chunks, payloads, ranges = collected.arrays()
-    index = Index(
-        header, chunks, payloads, collected.groups, collected.metadata, offset, path=source.name, ranges=ranges
-    )
-    index.check()
-    return index
+    parts = (header, chunks, payloads, collected.groups, collected.metadata, offset)
+    return Index(*parts, path=source.name, ranges=ranges)
+
+
+def _overlap(taken: list[tuple[int, int]], rows: tuple[int, int]) -> bool:
+    """Whether rows have some that are taken; `taken` is sorted and has no overlaps itself."""
+    if rows[0] == rows[1]:
+        return False
+    place = bisect_left(taken, (rows[1],))
+    return place > 0 and taken[place - 1][1] > rows[0]

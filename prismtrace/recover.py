@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
-from prismtrace.entries import ChunkMeta, ranks_of
-from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceVersionError
+from prismtrace.errors import TraceChecksumError, TraceFormatError, TraceVersionError
 from prismtrace.index import Collected, read_header, read_meta
 from prismtrace.merge import InputPart, write_merged
 from prismtrace.model import ROLE_RANK
@@ -68,13 +67,10 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
         header, start = read_header(source)
         collected = Collected()
         lost: list[LostRange] = []
-        rows: dict[tuple[int, ...], int] = {}
         finished = False
         for offset, frame, meta in _records(source, start, lost):
             try:
-                if frame.kind == RecordKind.CHUNK:
-                    _check_rows(rows, metas.parse_chunk(meta, path=source.name, offset=offset), offset, source.name)
-                elif frame.kind == RecordKind.FOOTER:
+                if frame.kind == RecordKind.FOOTER:
                     metas.parse_footer(meta, path=source.name, offset=offset)
                     finished = offset + frame.length + TRAILER_BYTES == source.size and _trailer_is_good(source)
                 collected.add(frame, meta, offset, source.name)
@@ -84,6 +80,8 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
         source.close()
     if finished and lost and lost[-1].end == source.size and lost[-1].end - lost[-1].start == TRAILER_BYTES:
         lost.pop()
+    for start, size in collected.drop_repeated_rows(source.name):
+        lost.append(LostRange(start, start + size, "a later chunk has the same rows"))
     chunks, payloads, ranges = collected.arrays()
     chunks = _with_roles(chunks, lost)
     part = InputPart(source.name, header, chunks, payloads, ranges)
@@ -164,15 +162,6 @@ def _check_data(source: Source, frame: Frame, offset: int) -> None:
         crc = zlib.crc32(source.read_at(position, min(_READ_BYTES, start + frame.data_length - position)), crc)
     if crc != frame.data_crc:
         raise TraceChecksumError("checksum of a data section", path=source.name, offset=offset)
-
-
-def _check_rows(rows: dict[tuple[int, ...], int], meta: ChunkMeta, offset: int, path: str) -> None:
-    role = meta.role if meta.rank == ROLE_RANK else 0
-    ranks = ranks_of(meta.ranges).tolist() if meta.ranges else [meta.rank]
-    keys = [(meta.table, rank, role) for rank in ranks]
-    if any(meta.first_row < rows.get(key, 0) for key in keys):
-        raise TraceDataError("a chunk repeats rows of an earlier one", path=path, offset=offset)
-    rows.update((key, meta.first_row + meta.num_rows) for key in keys)
 
 
 def _trailer_is_good(source: Source) -> bool:

@@ -114,6 +114,15 @@ def test_ranks_merge_with_their_roles(tmp_path: Path) -> None:
     got["ranks"]["5"] = wanted["ranks"]["5"]
     assert got == wanted
     assert foreign_read((tmp_path / "merged").read_bytes())["ranks"]["4"] == wanted["ranks"]["4"]
+    raw = (tmp_path / "merged").read_bytes()
+    (tmp_path / "cut").write_bytes(raw[:-40])
+    with TraceReader(tmp_path / "cut", allow_unfinished=True) as reader:
+        assert reader.units(5).kind.tolist() == [1]
+        assert reader.units(4).start_ns.tolist() == job.units(4)["start_ns"].tolist()
+    prismtrace.recover(tmp_path / "cut", tmp_path / "saved")
+    assert prismtrace.to_json(tmp_path / "saved")["ranks"] == prismtrace.to_json(tmp_path / "merged")["ranks"]
+    with pytest.raises(TraceUsageError, match="its index leaves out"):
+        TraceWriter.append(tmp_path / "merged")
     prismtrace.recover(tmp_path / "small", tmp_path / "recovered")
     assert prismtrace.to_json(tmp_path / "recovered") == wanted
     for value in (1, 2):

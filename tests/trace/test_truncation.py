@@ -186,7 +186,7 @@ def test_a_tail_that_was_written_twice(small: Path, tmp_path: Path) -> None:
         bad.write_bytes(raw[: record.end] + raw[record.start :])
         report = recover(bad, saved, overwrite=True)
         assert rows_of(saved) == rows_of(small)
-        assert any("repeats rows" in part.reason for part in report.lost) == (record.kind == CHUNK)
+        assert any("has the same rows" in part.reason for part in report.lost) == (record.kind == CHUNK)
 
 
 def test_a_trailer_that_points_elsewhere(small: Path) -> None:

@@ -39,6 +39,7 @@ _COMMANDS = {
         "recover": "Save what is readable of a file that was cut off or damaged.",
         "merge": "Join trace files into one, also of unequal clocks.",
         "slice": "Cut ranks, steps or a time window out of a trace.",
+        "compact": "Store the structure that ranks share once.",
         "redact": "Write a copy without names, paths and payloads.",
         "convert": "Turn files of another format into a trace, or a trace into another format.",
     },

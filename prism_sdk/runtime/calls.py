@@ -99,6 +99,8 @@ class Call:
         tensors = [*self.contribution, *self.outputs]
         if self.reduce_op in _BITWISE and any(t.is_floating_point() or t.is_complex() for t in tensors):
             raise RuntimeError(f"Cannot use ReduceOp.{self.reduce_op.name} with non-integral dtype")
+        if self.is_p2p and not all(t.is_contiguous() for t in tensors):
+            raise RuntimeError(f"{self.op.name.lower()}: the tensor has to be contiguous")
         if self.op is Op.SEND and self.peer == self.group.group_rank:
             raise RuntimeError("send: a rank cannot send to itself")
         if self.sizes_differ is not None:

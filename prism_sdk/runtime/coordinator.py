@@ -11,41 +11,33 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
 from typing import Any
 
-from prism_sdk.errors import CollectiveMismatchError, DeadlockError, RankPlace
+from prism_sdk.errors import CollectiveMismatchError
 from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
-from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
+from prism_sdk.runtime.matching import Key, Matcher, Operation, Post
+from prism_sdk.runtime.standing import (
+    DONE,
+    LENT,
+    MAX_PLACES,
+    NEW,
+    READY,
+    RUNNING,
+    WAITING,
+    RankState,
+    deadlock_error,
+)
 
 _STALL_NS = 300_000_000  # a slot holder that used no CPU for this long lends its slot
 _STACK_TIMEOUT_NS = 3_000_000_000
 _LOOK_NS = 100_000_000  # how often slot holders are looked at
 _STUCK_NS = 10_000_000_000  # a rank that blocks outside torch.distributed for so long is named
-_MAX_PLACES = 32
+_THREADS_NS = 5_000_000_000  # how long threads that do not communicate now are given to do so
+_MAX_YIELDS = 16  # in a row without progress, before a rank of several threads counts as one that waits
+_STORE_LOOKS = frozenset({"check", "add", "num_keys", "compare_set", "list_keys"})  # programs poll with these
 _STORE_WRITES = frozenset({"set", "add", "append", "compare_set", "multi_set"})  # may let a waiting rank go on
-
-NEW, RUNNING, WAITING, READY, LENT, DONE = "new", "running", "waiting", "ready", "lent", "done"
-
-
-@dataclass(slots=True)
-class RankState:
-    """Where a rank stands in the schedule."""
-
-    rank: int
-    state: str = NEW
-    slot: int | None = None
-    waits_for: tuple[Any, ...] | None = None  # the message it is parked with
-    reply: tuple[Any, ...] | None = None  # what it gets when it has a slot again
-    released: list[tuple[int, int]] = field(default_factory=list)  # its arena regions that nobody needs any more
-    cpu_ticks: int = -1
-    cpu_since_ns: int = 0
-    stack: tuple[str, ...] | None = None
-    step: int = 0
-    pinned: tuple[int, ...] = ()
-    stuck_since_ns: int = 0  # lent and idle since
 
 
 class Coordinator(Policy):
@@ -58,7 +50,6 @@ class Coordinator(Policy):
         self._holders: dict[int, RankState] = {}  # slot -> who has it
         self._lent: set[int] = set()  # ranks that run or are stuck without a slot
         self._in_store: dict[int, None] = {}  # ranks that wait for a key, in the order in which they came
-        self._num_done = 0
         self._next_look_ns = 0
         self._warned: set[int] = set()
         self._matcher = Matcher()
@@ -86,7 +77,6 @@ class Coordinator(Policy):
         self._lent.discard(rank)
         self._in_store.pop(rank, None)
         state.state = DONE
-        self._num_done += 1
         self._grant()
 
     def status(self) -> str:
@@ -147,6 +137,8 @@ class Coordinator(Policy):
         """The rank's wait is over: it goes on at once if it still holds a slot, else when it gets one."""
         state = self._states[rank]
         state.reply = reply
+        if reply[0] != "again":
+            state.num_yields = 0
         if state.slot is not None or state.state == LENT:
             state.stuck_since_ns = time.monotonic_ns()
             self._answer(state)
@@ -218,6 +210,8 @@ class Coordinator(Policy):
             self._park(rank, message)
             self._in_store[rank] = None
             return
+        if message[1] in _STORE_LOOKS:  # a loop of these would starve the others, as one of polls
+            self._park(rank, message)
         self._fulfil(rank, reply)
         if message[1] not in _STORE_WRITES:
             return
@@ -228,8 +222,25 @@ class Coordinator(Policy):
                 del self._in_store[other]
                 self._fulfil(other, reply)
 
+    def _on_yield(self, rank: int, message: tuple[Any, ...]) -> None:
+        """The thread that waits keeps other threads of its rank from speaking: it is to ask again, after them."""
+        state = self._states[rank]
+        state.stack = tuple(message[1])
+        waits_for = state.waits_for
+        if state.state != WAITING or waits_for is None:
+            return  # its answer is on the way already
+        state.num_yields += 1
+        if state.num_yields > _MAX_YIELDS:
+            return  # all of its threads have asked, and again: none of them can go on
+        self._in_store.pop(rank, None)
+        if waits_for[0] == "wait" and rank in self._waiters.get(waits_for[1], ()):
+            self._waiters[waits_for[1]].remove(rank)
+        self._deadlock_since = 0
+        self._fulfil(rank, ("again",))
+
     def _on_stack(self, rank: int, message: tuple[Any, ...]) -> None:
-        self._states[rank].stack = tuple(message[1])
+        state = self._states[rank]
+        state.stack, state.has_threads = tuple(message[1]), message[2]
 
     # -- completion -------------------------------------------------------------------------------------------------
 
@@ -356,38 +367,16 @@ class Coordinator(Policy):
         now = time.monotonic_ns()
         if not self._deadlock_since:
             self._deadlock_since = now
-            for state in waiting[:_MAX_PLACES]:
+            for state in waiting[:MAX_PLACES]:
                 state.stack = None
                 self.host.send(state.rank, ("stack", []))
             return
-        unheard = any(state.stack is None for state in waiting[:_MAX_PLACES])
+        unheard = any(state.stack is None for state in waiting[:MAX_PLACES])
         if unheard and now - self._deadlock_since < _STACK_TIMEOUT_NS:
             return
-        error = DeadlockError([self._place(state) for state in waiting[:_MAX_PLACES]])
-        notes = [f"{len(waiting)} ranks wait, the first {_MAX_PLACES} are shown"] if len(waiting) > _MAX_PLACES else []
-        if self._num_done:
-            done = [str(rank) for rank, state in self._states.items() if state.state == DONE]
-            notes.append(f"ended already: rank{'s' if len(done) > 1 else ''} {_shorten(done)}")
-        error.hint = "\n  ".join([*notes, error.hint or ""])
-        self.host.fail(error)
-
-    def _place(self, state: RankState) -> RankPlace:
-        message = state.waits_for or ("",)
-        stack = state.stack or ()
-        if message[0] == "store":
-            return RankPlace(state.rank, f"store {message[1]} {message[2]!r}", "store", stack=stack)
-        key = message[1]
-        group = self._matcher.group_name(key[1])
-        ranks = self._matcher.group_ranks(key[1])
-        if key[0] == "p":
-            return RankPlace(state.rank, f"recv tag {key[4]}", group, key[5], (key[2],), stack)
-        if key[0] == "a":
-            return RankPlace(state.rank, f"recv from any source, tag {key[3]}", group, stack=stack)
-        operation = self._matcher.operations.get(key)
-        name = "collective" if operation is None else describe(operation.signature, 0)
-        missing = ranks if operation is None else operation.missing(ranks)
-        return RankPlace(state.rank, name, group, key[2], missing, stack)
-
-
-def _shorten(names: list[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        threaded = [state for state in waiting if state.has_threads]
+        if threaded and now - self._deadlock_since < _THREADS_NS:
+            for state in threaded:  # one of its threads may want to speak by now
+                self.host.send(state.rank, ("stack", []))
+            return
+        self.host.fail(deadlock_error(waiting, list(self._states.values()), self._matcher))

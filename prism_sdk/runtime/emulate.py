@@ -6,6 +6,7 @@ values (prefetch.py).  Groups whose members are all sandbox ranks run on the scr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +59,11 @@ class _Cursor:
         one = expected[self._position]
         self._position += 1
         return one, self.rounds * script.items_per_round
+
+    @property
+    def num_left(self) -> int:
+        """Recorded operations that the program did not come to."""
+        return 0 if self.rounds else len(self.script.expected) - self._position
 
     def _go_round(self, call: Call) -> None:
         """Behind the last whole step, go back to it if the program trains on.
@@ -182,7 +188,7 @@ class EmulateSeam(Seam):
         if one.sources:
             self.pool.announce(one.first_item + moved)
         work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
-                         is_async=call.is_async)  # fmt: skip
+                         is_async=call.is_async, late_wait=self._late_wait(unit))  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
@@ -204,9 +210,10 @@ class EmulateSeam(Seam):
             own = Bytes(call.contribution)
             joined = memoryview(own.joined())
             deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: call.send_bytes or ())
-            self.tracer.wait(unit, posted if not call.is_async else now_ns(), now_ns(), blocked=False)
+            if not is_in_background():
+                self.tracer.wait(unit, posted if not call.is_async else now_ns(), now_ns(), blocked=False)
 
-        return PrismWork(complete, lambda: True, call.outputs)
+        return PrismWork(complete, lambda: True, call.outputs, late_wait=self._late_wait(unit))
 
     def _message_between_sandbox_ranks(self, call: Call) -> Any:
         """A message in a group that has virtual members too, so that its own backend is replaced."""
@@ -217,6 +224,9 @@ class EmulateSeam(Seam):
         if call.op is Op.SEND:
             return self._mesh.send(call.contribution, position, tag)
         return self._mesh.recv(call.outputs, position, tag)
+
+    def _late_wait(self, unit: int) -> Callable[[], None]:
+        return lambda: self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
 
     def _poller(self, handle: tuple[int, int]) -> Any:
         return lambda: self.engine.is_complete(handle, now_ns())
@@ -312,6 +322,7 @@ class EmulateSeam(Seam):
             "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
             "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
+            "operations_not_reached": self.cursor.num_left,
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
         }  # fmt: skip
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from prism_sdk.errors import UnreadableError, UsageError
+from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
@@ -92,16 +92,38 @@ def run_sandbox(
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         try:
             with _assistants(facts, scripts, work, pin=config.pin, world_size=config.world_size):
-                return run_job(
+                result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), SandboxPolicy(), report, ranks=sandbox, emulate=facts,
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
                     descriptors=fds,
                 )  # fmt: skip
+            _check_the_rest(result, scripts, graph_path, report)
+            return result
         finally:
             for fd in fds:
                 os.close(fd)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Path, report: Report) -> None:
+    """A program that ends before its graph does may have been given fewer steps; one that did nothing is another one.
+
+    Raises:
+        TraceMismatchError: a rank came to none of its recorded operations.
+    """
+    for rank, script in scripts.items():
+        facts = result.summary.get(str(rank))
+        left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
+        if left and left == len(script.expected):
+            raise TraceMismatchError(
+                rank, unit_index=None, expected=f"{left} operations", found="none of them", file=str(graph)
+            )
+        if left:
+            report(
+                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
+                "were not reached (fewer steps than recorded, or another program)"
+            )
 
 
 def _prepare(

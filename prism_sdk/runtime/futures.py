@@ -18,7 +18,7 @@ _with_callbacks: dict[int, DrivenFuture] = {}
 
 
 class DrivenFuture(torch.futures.Future):  # type: ignore[type-arg]  # subscripted it is another class
-    """A future that `drive()` completes, blocking; `is_due()` says whether it would return at once."""
+    """A future that `drive()` completes, blocking, and `is_due()` without blocking where that is possible."""
 
     def __init__(self, drive: Callable[[], object], is_due: Callable[[], bool]) -> None:
         super().__init__()
@@ -36,11 +36,8 @@ class DrivenFuture(torch.futures.Future):  # type: ignore[type-arg]  # subscript
         return super().wait()
 
     def done(self) -> bool:
-        """Whether it is complete; completes it if that needs no waiting."""
-        if not self.is_complete and self._is_due():
-            with _background():
-                self._settle()
-        return self.is_complete
+        """Whether it is complete; a work handle that is asked completes itself if that needs no waiting."""
+        return self.is_complete or (self._is_due() and self.is_complete)
 
     def then(self, callback: Callable[[Any], Any]) -> Any:
         """A future for what `callback(self)` returns, driven by this one."""
@@ -85,7 +82,8 @@ _in_background = False
 
 
 @contextlib.contextmanager
-def _background() -> Iterator[None]:
+def background() -> Iterator[None]:
+    """Inside it nothing counts as a wait of the program's."""
     global _in_background
     before, _in_background = _in_background, True
     try:

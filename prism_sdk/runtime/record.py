@@ -5,11 +5,13 @@ Responsible for the rank's side of an operation; matching and scheduling are the
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -33,31 +35,72 @@ from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork, outstanding_works
 from prismtrace.model import Op
 
+_STEP_BACK_S = 0.002
 # contributions up to this travel inside the message; in large groups a share of it, because every member gets them all
 INLINE_BYTES = 16384
 _LARGE_GROUP = 64
 
 
 class Conversation:
-    """Request and reply with the coordinator; one thread at a time."""
+    """Request and reply with the coordinator; one thread at a time.
+
+    A thread that waits keeps the others out.  When nothing moves any more the coordinator asks where the ranks stand:
+    a thread that keeps others out then steps back (`yield`), lets them speak, and asks again.
+    """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._lock = threading.RLock()
+        self._num_outside = 0  # threads that want to speak
+        self._counting = threading.Lock()
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        with self._counting:
+            self._num_outside += 1
+        try:
+            self._lock.acquire()
+        finally:
+            with self._counting:
+                self._num_outside -= 1
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def tell(self, message: tuple[Any, ...]) -> None:
-        with self._lock:
+        with self._turn():
             self.channel.send(message)
 
     def ask(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
         """Send and block for the reply; meanwhile the coordinator may ask where this rank stands."""
-        with self._lock:
-            self.channel.send(message)
-            while True:
-                reply = self.channel.receive()
-                if reply[0] != "stack":
-                    return reply
-                self.channel.send(("stack", user_stack()))
+        released: list[tuple[int, int]] = []
+        while True:
+            with self._turn():
+                reply = self._exchange(message)
+            released += reply[-1]
+            if reply[0] != "again":
+                return (*reply[:-1], released)
+            time.sleep(_STEP_BACK_S)  # the lock is not fair
+
+    def _exchange(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        self.channel.send(message)
+        yielded = False
+        while True:
+            reply = self.channel.receive()
+            if reply[0] != "stack":
+                return reply
+            if self._num_outside and not yielded:
+                yielded = True
+                self.channel.send(("yield", user_stack()))
+            else:
+                self.channel.send(("stack", user_stack(), _others_may_act()))
+
+
+def _others_may_act() -> bool:
+    """Whether another thread of the program is alive, which may yet do what this one waits for."""
+    me = threading.current_thread()
+    return any(thread is not me for thread in threading.enumerate())
 
 
 def user_stack() -> list[str]:
@@ -139,7 +182,10 @@ class RecordSeam(Seam):
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
 
-        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async)
+        def late_wait() -> None:
+            self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
+
+        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async, late_wait=late_wait)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
@@ -196,6 +242,7 @@ class RecordSeam(Seam):
                 digest = self.tracer.writer.add_payload(data.joined())
             self.conversation.tell(("combined", key, self._place(data), digest))
         elif call.needs != "none":
+            self._check_splits(call, key, sources)
             deliver(call, read_into, lambda member: sources[member][1])
         elif call.op is Op.SCATTER:  # the root's own part
             deliver_locally(call, call.contribution)
@@ -212,6 +259,19 @@ class RecordSeam(Seam):
             digest = self.tracer.writer.add_payload(Bytes(call.outputs).joined())
         if digest is not None:
             self.tracer.amend(unit, rows.PAYLOAD_OUT, digest)
+
+    def _check_splits(self, call: Call, key: Key, sources: dict[int, Any]) -> None:
+        """What each member of an all-to-all sends here must be what this rank expects of it."""
+        ranks, me = call.group.ranks, call.group.group_rank
+        for member, tensor in enumerate(call.receive_tensors or ()):
+            sent = sources[member][1][me]
+            if sent != tensor.nbytes:
+                raise CollectiveMismatchError(
+                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    values={ranks[me]: f"expects {tensor.nbytes} bytes of rank {ranks[member]} at {user_place()}",
+                            ranks[member]: f"sends it {sent} bytes"} if member != me else
+                           {ranks[me]: f"expects {tensor.nbytes} bytes of itself at {user_place()}, and sends {sent}"},
+                )  # fmt: skip
 
     def _reader(self, sources: dict[int, Any], call: Call, key: Key) -> Callable[[int, int, memoryview], None]:
         def read_into(member: int, offset: int, view: memoryview) -> None:
@@ -275,6 +335,8 @@ class _Several(PrismWork):
             for work in works:
                 work.wait(timeout)
 
-        super().__init__(complete, lambda: all(work.is_completed() for work in works), [])
+        super().__init__(
+            complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None
+        )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,7 @@ class Tracer:
         self.rank = rank
         self.writer = writer
         self._memory = memory or ResidentMemory()
+        self._lock = threading.RLock()  # threads of the program may communicate
         self._rows: list[list[Any]] = []
         self._flushed = 0  # unit_index of _rows[0]
         self.first_ns = self._last_ns = now_ns()  # start of the first row; end of the last host row
@@ -103,11 +105,16 @@ class Tracer:
                 [_COMPUTE, self._phase, self._last_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT,
                  0, ABSENT, ABSENT, self._names, None, None, None, None]
             )  # fmt: skip
-        self._last_ns = end_ns
+            self._last_ns = end_ns
 
     def communication(self, call: Call, posted_ns: int, seq: int) -> int:
         """Add the row of a communication posted at `posted_ns`; returns its unit_index."""
+        with self._lock:
+            return self._communication(call, posted_ns, seq)
+
+    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
         self.compute_until(posted_ns)
+        posted_ns = max(posted_ns, self._last_ns)  # another thread may have been at work since: one line of time a rank
         group = call.group
         peer = call.other_rank
         self._rows.append(
@@ -123,7 +130,13 @@ class Tracer:
 
     def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion."""
+        with self._lock:
+            self._wait(unit, start_ns, end_ns, blocked=blocked)
+
+    def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         self.compute_until(start_ns)
+        start_ns = max(start_ns, self._last_ns)
+        end_ns = max(start_ns, end_ns)
         self._rows.append(
             [_WAIT, self._phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
              ABSENT, self._names, None, None, None, None]
@@ -149,9 +162,10 @@ class Tracer:
 
     def amend(self, unit: int, position: int, value: Any) -> None:
         """Fill in one field of a row that is not written yet."""
-        index = unit - self._flushed
-        if index >= 0:
-            self._rows[index][position] = value
+        with self._lock:
+            index = unit - self._flushed
+            if index >= 0:
+                self._rows[index][position] = value
 
     # -- phases and steps -------------------------------------------------------------------------------------------
 
@@ -222,6 +236,10 @@ class Tracer:
 
     def flush(self, *, everything: bool = True, open_unit: int | None = None) -> None:
         """Write rows out: all, or those before the current step (and before `open_unit`, still to be amended)."""
+        with self._lock:
+            self._flush(everything=everything, open_unit=open_unit)
+
+    def _flush(self, *, everything: bool, open_unit: int | None) -> None:
         num = len(self._rows)
         if not everything:
             num = min(num, self._bounds[-1][0] - self._flushed if self._bounds else 0)

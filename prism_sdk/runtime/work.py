@@ -10,16 +10,19 @@ the handle, as with torch's own handles: else memory would not be that of the re
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
-from prism_sdk.runtime.futures import DrivenFuture
+from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
 
 _live: dict[int, PrismWork] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
@@ -35,13 +38,16 @@ class PrismWork(Work):
 
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
-        outputs: Sequence[torch.Tensor], *, is_async: bool = True,
+        outputs: Sequence[torch.Tensor], *, is_async: bool = True, late_wait: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        """`late_wait` notes a wait for what polling has completed; without it polling completes nothing (observe)."""
         super().__init__()
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
         self._outputs = list(outputs)
         self._is_async = is_async
+        self._late_wait = late_wait
+        self._is_late = False  # completed by a poll, and not waited for since
         self._is_orphan = False  # held by us alone, for the sake of C++
         self._future: DrivenFuture | None = None
         self._error: BaseException | None = None
@@ -62,6 +68,9 @@ class PrismWork(Work):
             self._release()
         elif self._error is not None:
             raise self._error
+        elif self._is_late and self._late_wait is not None and not is_in_background():
+            self._is_late = False
+            self._late_wait()
         if self._future is not None and not self._future.is_complete:
             self._future.set_result(self.result())
         return True
@@ -80,7 +89,16 @@ class PrismWork(Work):
             _finished.append(self)
 
     def is_completed(self) -> bool:
-        return self._poll is None or self._poll()
+        """Whether the operation is done. Then its results are in place too, as a program that polls expects."""
+        if self._poll is None:
+            return True
+        if not self._poll():
+            return False
+        if self._late_wait is not None:
+            self._is_late = True
+            with background(), contextlib.suppress(Exception):  # kept for those who wait or ask for it
+                self.wait()
+        return True
 
     def is_success(self) -> bool:
         return self._complete is None and self._error is None
@@ -106,10 +124,11 @@ class PrismWork(Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """A future that completes with this work.
 
-        C++ waits for futures where Python cannot see it (DDP's reducer), in a backward pass only.  There the wait is
-        made visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work
-        first; in the engine's final callbacks the work is waited for now.  Elsewhere Python asks, and drives the work.
+        DDP's reducer waits for futures in C++, where Python cannot see it.  In a backward pass the wait is made
+        visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work first.
+        Where that is not possible and C++ asks, the work is waited for now.  A program drives the work by asking.
         """
+        asked_by_program = _is_program(sys._getframe(1))
         if self._future is None:
             work = weakref.ref(self)
 
@@ -120,9 +139,26 @@ class PrismWork(Work):
             self._future = DrivenFuture(drive, lambda: (this := work()) is None or this.is_completed())
             if self._complete is None:
                 self._future.set_result(self.result())
-            elif torch._C._current_graph_task_id() != -1 and not wait_before_backward_ends(self):
+            elif not wait_before_backward_ends(self) and not asked_by_program:
                 self.wait()
         return self._future
+
+
+def _is_program(caller: FrameType) -> bool:
+    """Whether Python code asks for a future, and keeps it: a call from C++ appears under whoever called into C++.
+
+    What a communication hook returns goes to DDP's C++ as well; with uneven inputs DDP runs hooks outside of backward.
+    """
+    if "get_future" not in caller.f_code.co_names:
+        return False
+    frame: FrameType | None = caller
+    for _ in range(8):
+        if frame is None:
+            break
+        if str(frame.f_globals.get("__name__", "")).startswith("torch.nn.parallel"):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def wait_before_backward_ends(work: PrismWork) -> bool:

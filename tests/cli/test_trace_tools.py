@@ -192,3 +192,14 @@ def test_every_invalid_vector_is_refused_or_handled(
         assert run([*map(str, words)]) in (0, 1, 2, 3)
         error = capsys.readouterr().err
         assert "Traceback" not in error and "unexpected" not in error, words
+
+
+def test_compact_keeps_everything(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.prism"
+    assert run(["compact", str(trace), "-o", str(small), "--json"]) == 0
+    report = as_json(capsys)
+    assert report["num_roles"] >= 1 and report["num_members"] == 4 and report["bytes"] < report["bytes_before"]
+    assert not prismtrace.diff(trace, small).differs
+    assert run(["validate", str(small)]) == 0
+    assert run(["compact", str(trace), "-o", str(small)]) == 1, "the output exists"
+    assert run(["compact", str(trace), "-o", str(trace)]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import Any
 
@@ -99,3 +100,149 @@ def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) 
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 0, ended.err
     assert "passed 0" in ended.out and "passed 1" in ended.out
+
+
+NO_DEADLOCKS = [
+    # a future asked for before the others can come to the collective
+    """
+    x = torch.ones(2)
+    if rank == 0:
+        future = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
+        both = torch.futures.collect_all([future, dist.irecv(torch.zeros(1), 1).get_future()])
+        dist.send(torch.ones(1), 1)
+        print(future.wait()[0].item(), len(both.wait()))
+    else:
+        dist.recv(torch.ones(1), 0)
+        dist.send(torch.ones(1), 0)
+        dist.all_reduce(x)
+        print(4.0, 2)
+    """,
+    # threads that communicate in a group each, in an order of their own on each rank
+    """
+    import threading, time
+    side = dist.new_group([0, 1])
+    x, y = torch.ones(1), torch.ones(1)
+    def beside():
+        for _ in range(3):
+            dist.all_reduce(y, group=side)
+    thread = threading.Thread(target=beside)
+    if rank == 0:
+        thread.start()
+        time.sleep(0.5)
+        dist.all_reduce(x)
+    else:
+        dist.all_reduce(x)
+        thread.start()
+    thread.join()
+    print(x.item() * 2, int(y.item()) // 4)
+    """,
+    # looking into the store without ever sleeping, on the only slot
+    """
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        while not store.check(["go"]):
+            pass
+    else:
+        store.set("go", "1")
+    dist.barrier()
+    print(4.0, 2)
+    """,
+]
+
+
+@pytest.mark.parametrize("body", NO_DEADLOCKS, ids=("future", "threads", "store"))
+def test_a_program_that_can_go_on_is_not_called_deadlocked(bench: Any, body: str) -> None:
+    ended = bench.run("record", bench.script(START + body), "--nproc-per-node", "2", "--slots", "1")
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["4.0", "2", "4.0", "2"]
+    command = [sys.executable, "-m", "prism_sdk.cli.main", "validate", bench.output]
+    assert bench.finish(bench.start(*command)).code == 0
+
+
+def test_threads_that_wait_for_each_other_for_ever_are_named(bench: Any) -> None:
+    script = bench.script(
+        START
+        + """
+    import threading
+    side = dist.new_group([0, 1])
+    if rank == 0:
+        threading.Thread(target=lambda: dist.all_reduce(torch.ones(1), group=side)).start()
+    dist.recv(torch.zeros(1), 1 - rank)
+    """
+    )
+    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
+    assert ended.code == 1
+    assert "deadlocked: 2 ranks wait" in ended.err
+
+
+def test_polling_until_completed_puts_the_result_in_place(bench: Any) -> None:
+    script = bench.script(
+        START
+        + """
+    x = torch.ones(1)
+    if rank == 0:
+        work = dist.irecv(x, 1)
+    else:
+        work = dist.isend(torch.full((1,), 5.0), 0)
+    while not work.is_completed():
+        pass
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    print(x.item())
+    """
+    )
+    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    assert ended.out.split() == ["6.0", "6.0"]
+
+
+def test_splits_of_an_all_to_all_that_do_not_fit_are_named(bench: Any) -> None:
+    script = bench.script(
+        START
+        + """
+    dist.all_to_all_single(torch.ones(4), torch.ones(4), [2, 2], [1, 3])
+    """
+    )
+    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    assert ended.code == 1
+    assert "the byte count differs" in ended.err
+    assert ("8 bytes" in ended.err and "12 bytes" in ended.err) or "sends 4" in ended.err
+
+
+def test_a_message_that_is_not_contiguous_is_refused_as_by_gloo(bench: Any) -> None:
+    script = bench.script(
+        START
+        + """
+    tensor = torch.ones(2, 3).t()
+    for call in (dist.send, dist.recv):
+        try:
+            call(tensor, 1 - rank)
+        except RuntimeError as error:
+            print("contiguous" in str(error))
+    """
+    )
+    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["True"] * 4
+
+
+def test_a_program_without_steps_is_calibrated_and_emulated(bench: Any) -> None:
+    script = bench.script(
+        START
+        + """
+    x = torch.ones(3) + rank
+    for _ in range(5):
+        dist.all_reduce(x)
+    print(x.tolist())
+    """
+    )
+    bare, graph = str(bench.folder / "bare.prism"), str(bench.folder / "graph.prism")
+    assert bench.run("record", script, "--nproc-per-node", "2", "-o", bare).code == 0
+    ended = bench.run("calibrate", script, "--graph", bare, "--slots", "1", "-o", graph)
+    assert ended.code == 0, ended.err
+    ended = bench.run("emulate", script, "--graph", graph)
+    assert ended.code == 0, ended.err
+    assert ended.out.split() == ["[48.0,", "48.0,", "48.0]"]
+    assert "not reached" not in ended.err
+    ended = bench.run("emulate", bench.script("print('something else')", "other.py"), "--graph", graph)
+    assert ended.code == 1 and "the graph has 5 operations, the program did none of them" in ended.err

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch._C._distributed_c10d import Work  # noqa: E402
 
-from prism_sdk.runtime.futures import collect_all, run_due, wait_all  # noqa: E402
+from prism_sdk.runtime.futures import collect_all, is_in_background, run_due, wait_all  # noqa: E402
 from prism_sdk.runtime.work import PrismWork, outstanding_works  # noqa: E402
 
 
@@ -28,7 +28,7 @@ def handle(tensor: Any, *, error: Exception | None = None) -> PrismWork:
         if error is not None:
             raise error
 
-    return PrismWork(complete, lambda: True, [tensor])
+    return PrismWork(complete, lambda: True, [tensor], late_wait=lambda: None)
 
 
 @pytest.fixture(autouse=True)
@@ -115,4 +115,24 @@ def test_an_error_of_a_callback_is_the_error_of_its_future() -> None:
     work = handle(torch.ones(4))
     with pytest.raises(RuntimeError, match="no such thing"):
         work.get_future().then(lambda _: [].index("no such thing")).wait()
+    assert outstanding_works() == []
+
+
+def test_polling_puts_results_in_place_and_a_later_wait_is_noted() -> None:
+    tensor, waits = torch.zeros(2), []
+    is_there = False
+
+    def complete(_timeout: Any) -> None:
+        assert is_in_background()
+        tensor.fill_(7)
+
+    work = PrismWork(complete, lambda: is_there, [tensor], late_wait=lambda: waits.append(1))
+    future = work.get_future()
+    assert not work.is_completed() and not future.done() and tensor.tolist() == [0, 0]
+    is_there = True
+    assert work.is_completed() and tensor.tolist() == [7, 7] and waits == []
+    assert future.done() and future.value()[0] is tensor
+    future.wait()
+    work.wait()
+    assert waits == [1], "the program waited for it, once"
     assert outstanding_works() == []

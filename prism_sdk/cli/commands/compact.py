@@ -1,0 +1,42 @@
+"""``prism compact``: stores equal structure once. Finding it is the work of ``prismtrace.compact``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from prism_sdk.cli.output import echo_json, format_bytes, json_ready
+from prism_sdk.errors import ExitCode, UsageError
+
+
+@click.command("compact")
+@click.argument("source", type=click.Path(path_type=Path))
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
+    """Write the same trace smaller: the structure that ranks share is stored once, as a role.
+
+    Nothing is lost; readers give the same columns. The more ranks do the same, the more it saves.
+
+    \b
+    Example:
+        prism compact job.prism -o small.prism
+    """
+    import prismtrace
+
+    if output.exists() and source.exists() and output.samefile(source):
+        raise UsageError("the output is the source itself", hint="give -o another name")
+    report = prismtrace.compact(source, output, overwrite=overwrite)
+    before, after = source.stat().st_size, output.stat().st_size
+    if as_json:
+        echo_json({"file": source, "output": output, "bytes_before": before, "bytes": after, **json_ready(report)})
+        return ExitCode.OK
+    click.echo(
+        f"wrote {output}: {format_bytes(after)}, before {format_bytes(before)}; {report.num_members} of "
+        f"{report.num_ranks} ranks in {report.num_roles} roles, {report.num_shared} of them with their role's times"
+    )
+    return ExitCode.OK

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import StreamPart
 from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
+from prismtrace.dictionaries import DICTIONARY_COLUMN
 from prismtrace.encoders import (
     encode_bytes,
     encode_differences,
@@ -29,9 +30,6 @@ from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, Colu
 from prismtrace.roles import INTEGERS, Difference, Template, present, same_rows, wide
 from prismtrace.strings import SharedStrings
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, missing_column
-
-DICTIONARY_COLUMN: Final = 0
-"""Column id of the streams that hold the chunk's own string and digest dictionaries."""
 
 _INTERVAL: Final = ("start_ns", "end_ns")
 NO_STEPS: Final = (0, -1)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
-from prismtrace.columns import MAX_DICTIONARY, MAX_LIST_VALUES
+from prismtrace.columns import MAX_LIST_VALUES
 from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
     Stream,
@@ -71,7 +71,6 @@ class ChunkDecoder:
         self._bounds: dict[int, tuple[int, int]] = {}
         self._masks: dict[bytes, NDArray[np.bool_]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}
-        self._dictionaries = Dictionaries(self._checked_raw, shared, path=path)
         position = 0
         for stream in meta.streams:
             key = (stream.column, stream.part)
@@ -83,6 +82,7 @@ class ChunkDecoder:
         self._parts: dict[int, frozenset[int]] = {}
         for column, part in self._streams:
             self._parts[column] = self._parts.get(column, frozenset()) | {part}
+        self._dictionaries = Dictionaries(self._streams, path=path, offset=data_offset, shared=shared)
 
     def _error(self, message: str, position: int = 0) -> TraceDataError:
         return TraceDataError(message, path=self._path, offset=self._data_offset + position)
@@ -113,14 +113,6 @@ class ChunkDecoder:
         check_stream(stream, path=self._path, offset=offset)
         stored = self._fetch(position, stream.stored_length)
         return stream, stream_bytes(stream, stored, path=self._path, offset=offset), offset
-
-    def _checked_raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
-        """A stream of the dictionaries; refused when it is too large, before anything of it is built."""
-        found = self._streams.get((column, part))
-        if found is not None and part != StreamPart.STRING_BYTES and found[0].num_values > MAX_DICTIONARY:
-            message = f"a dictionary of {found[0].num_values} values"
-            raise TraceLimitError(message, path=self._path, offset=self._data_offset + found[1])
-        return self._raw(column, part)
 
     def _own(self, spec: ColumnSpec) -> frozenset[int]:
         """The parts that the chunk itself has of a column; empty for a column that only the role has."""
@@ -162,9 +154,8 @@ class ChunkDecoder:
                 if bits[rows:].any():
                     message = f"validity of column {spec.name} past its end"
                     raise TraceFormatError(message, path=self._path, offset=offset)
-                valid = self._masks[raw] = bits[:rows].view(np.bool_)
-        self._valid[spec.column_id] = valid
-        return valid
+                valid = self._masks.setdefault(raw, bits[:rows].view(np.bool_))
+        return self._valid.setdefault(spec.column_id, valid)  # one object for all threads: _places knows it by id
 
     def _column(self, spec: ColumnSpec) -> Column | None:
         parts = self._own(spec)
@@ -347,8 +338,11 @@ class ChunkDecoder:
         return self._spread(values, valid, np.nan)
 
     def _dictionary(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
-        is_text = spec.type is ColumnType.STRING
-        dictionary: tuple[Any, ...] = self._dictionaries.strings() if is_text else self._dictionaries.digests()
+        dictionary: tuple[Any, ...] = (
+            self._dictionaries.strings(self._raw)
+            if spec.type is ColumnType.STRING
+            else self._dictionaries.digests(self._raw)
+        )
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < len(dictionary):
             raise self._error(f"column {spec.name}: code outside the dictionary of {len(dictionary)}")
         valid = self._validity(spec)

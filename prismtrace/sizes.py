@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from prismtrace import metas
 from prismtrace._generated.schema import StreamPart
-from prismtrace.chunk import DICTIONARY_COLUMN
+from prismtrace.dictionaries import DICTIONARY_COLUMN
 from prismtrace.encoding import Stream
 from prismtrace.entries import ChunkMeta
 from prismtrace.index import read_meta

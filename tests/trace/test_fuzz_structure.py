@@ -22,7 +22,8 @@ import prismtrace
 from prismtrace import PrismTraceError, TraceFormatError, TraceLimitError, TraceReader
 
 VECTORS = Path(prismtrace.__file__).resolve().parents[1] / "spec/conformance/valid"
-NAMES = sorted(path.stem for path in VECTORS.glob("*.json"))  # without the one of 8,192 ranks, which takes its time
+NAMES = sorted(path.stem for path in VECTORS.glob("*.prism"))
+SMALL = [name for name in NAMES if name != "roles_8192"]  # to read all of its ranks takes seconds
 
 
 def load(name: str) -> tuple[list[Record], bytes]:
@@ -35,11 +36,12 @@ def test_taking_apart_and_putting_together_changes_nothing(name: str) -> None:
     records, magic = load(name)
     raw = put_together(records, magic, finished=True)
     assert prismtrace.to_json(io.BytesIO(raw)) == prismtrace.to_json(VECTORS / f"{name}.prism")
-    with TraceReader(io.BytesIO(put_together(records, magic, finished=False)), allow_unfinished=True) as reader:
+    cut = io.BytesIO(put_together(records, magic, finished=False))
+    with TraceReader(cut, allow_unfinished=True) as reader:
         assert reader.unfinished
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SMALL)
 @settings(max_examples=120, deadline=None)
 @given(rng=st.randoms(use_true_random=False), finished=st.booleans())
 def test_hostile_structure(name: str, rng: random.Random, finished: bool) -> None:
@@ -49,7 +51,7 @@ def test_hostile_structure(name: str, rng: random.Random, finished: bool) -> Non
     assert not result.outcome.is_fault, result
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SMALL)
 def test_what_both_readers_accept_they_read_alike(name: str, tmp_path: Path) -> None:
     records, magic = load(name)
     rng = random.Random(5)

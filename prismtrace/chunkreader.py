@@ -9,14 +9,15 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import RecordKind
 from prismtrace.decoder import ChunkDecoder
-from prismtrace.entries import ChunkMeta, chunk_entry, ranks_of
+from prismtrace.entries import CHUNK_ENTRY, ChunkMeta, chunk_entry, ranks_of
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError
 from prismtrace.index import Index
 from prismtrace.model import ROLE_RANK, ColumnSpec, TableKind
@@ -29,6 +30,17 @@ _WHOLE_BYTES: Final = 1 << 14
 _FEW_COLUMNS: Final = 6
 _KEPT_ROLES: Final = 4
 _KEPT_STRINGS: Final = 4
+_KEPT_CHUNKS: Final = 8
+
+
+class _Loaded(NamedTuple):
+    """A chunk whose header was read. `tables` are its decoded maps and shifts by column."""
+
+    meta: ChunkMeta
+    fetch: Callable[[int, int], memoryview]
+    data_offset: int
+    ranks: NDArray[np.int64]
+    tables: dict[int, NDArray[np.int64]]
 
 
 class ChunkReader:
@@ -38,6 +50,7 @@ class ChunkReader:
         self._source, self._index, self._path, self._payload = source, index, source.name, payload
         self._strings: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._roles: OrderedDict[int, ChunkDecoder] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _Loaded] = OrderedDict()
         self._lock = threading.Lock()
 
     def columns(
@@ -49,26 +62,39 @@ class ChunkReader:
         return columns, decoder.named_specs(columns)
 
     def _decoder(self, entry: Any, rank: int, *, whole: bool) -> ChunkDecoder:
-        meta, fetch, data_offset = self._load(entry, whole=whole)
-        template, place, num_ranks = None, 0, 1
-        if meta.role and rank != ROLE_RANK:
+        loaded = self._of_several(entry) if entry["num_ranges"] else self._load(entry, whole=whole)
+        meta, template, place = loaded.meta, None, 0
+        if rank != ROLE_RANK and meta.role:
             template = self._template(meta, int(entry["offset"]))
-            if meta.ranges:
-                ranks = ranks_of(meta.ranges)
-                place, num_ranks = int(np.searchsorted(ranks, rank)), len(ranks)
-                if place == num_ranks or ranks[place] != rank:
-                    message = f"the index says that the chunk counts for rank {rank}, it does not"
-                    raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
+        if meta.ranges:
+            place = int(np.searchsorted(loaded.ranks, rank))
+            if place == len(loaded.ranks) or loaded.ranks[place] != rank:
+                message = f"the index says that the chunk counts for rank {rank}, it does not"
+                raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
         return ChunkDecoder(
             meta,
-            fetch=fetch,
+            fetch=loaded.fetch,
             path=self._path,
-            data_offset=data_offset,
+            data_offset=loaded.data_offset,
             template=template,
             place=place,
-            num_ranks=num_ranks,
+            num_ranks=max(1, len(loaded.ranks)),
+            tables=loaded.tables,
             shared=lambda: self._shared_strings(meta.strings, int(entry["offset"])),
         )
+
+    def _of_several(self, entry: Any) -> _Loaded:
+        """A chunk of several ranks, which is kept: its next rank is likely to be read next."""
+        key = (int(entry["offset"]), int(entry["first_range"]))
+        with self._lock:
+            known = self._kept.get(key)
+        if known is None:
+            known = self._load(entry, whole=True)
+            with self._lock:
+                self._kept[key] = known
+                while len(self._kept) > _KEPT_CHUNKS:
+                    self._kept.popitem(last=False)
+        return known
 
     def _shared_strings(self, digest: bytes, offset: int) -> tuple[str, ...]:
         """The strings that a chunk's dictionary begins with."""
@@ -108,8 +134,8 @@ class ChunkReader:
                 self._roles.popitem(last=False)
         return decoder
 
-    def _load(self, entry: Any, *, whole: bool) -> tuple[ChunkMeta, Callable[[int, int], memoryview], int]:
-        """The checked header of a chunk, what fetches bytes of its data section, and where that starts."""
+    def _load(self, entry: Any, *, whole: bool) -> _Loaded:
+        """The checked header of a chunk, and what fetches bytes of its data section."""
         offset, length = int(entry["offset"]), int(entry["length"])
         raw = self._source.read_at(offset, length if whole or length <= _WHOLE_BYTES else _HEAD_BYTES)
         frame = container.parse_frame(raw, path=self._path, offset=offset)
@@ -122,11 +148,11 @@ class ChunkReader:
         if zlib.crc32(meta_raw) != frame.meta_crc:
             raise TraceChecksumError("checksum of a chunk header", path=self._path, offset=offset)
         meta = metas.parse_chunk(meta_raw, path=self._path, offset=offset)
-        told = np.array(chunk_entry(meta, frame, offset), entry.dtype)
-        if meta.ranges:  # the index may let the chunk count for some of its ranks only
-            told["rank"] = entry["rank"]
-        told["first_range"], told["num_ranges"] = entry["first_range"], entry["num_ranges"]
-        if told != entry or bool(meta.ranges) != bool(entry["num_ranges"]):
+        told = dict(zip(CHUNK_ENTRY.names or (), chunk_entry(meta, frame, offset), strict=True))
+        said = dict(zip(CHUNK_ENTRY.names or (), entry.item(), strict=True))
+        if meta.ranges and said["num_ranges"]:  # the index may let the chunk count for some of its ranks only
+            told |= {name: said[name] for name in ("rank", "first_range", "num_ranges")}
+        if told != said:
             raise TraceDataError("the chunk is not what the index says", path=self._path, offset=offset)
         data_offset, data_length = offset + frame.data_start, frame.data_length
         if sum(stream.stored_length for stream in meta.streams) != data_length:
@@ -140,4 +166,4 @@ class ChunkReader:
                 return head[start : start + size]
             return self._source.read_at(data_offset + start, size)
 
-        return meta, fetch, data_offset
+        return _Loaded(meta, fetch, data_offset, ranks_of(meta.ranges), {})

@@ -59,11 +59,13 @@ class ChunkDecoder:
         template: ChunkDecoder | None = None,
         place: int = 0,
         num_ranks: int = 1,
+        tables: dict[int, NDArray[np.int64]] | None = None,
         shared: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
         self._meta, self._fetch, self._path, self._data_offset = meta, fetch, path, data_offset
         self._template, self._place, self._num_ranks = template, place, num_ranks
+        self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
         self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
@@ -264,14 +266,16 @@ class ChunkDecoder:
         assert role is not None
         values = role[0]._integer_values(role[1])
         part = StreamPart.SHIFT if (spec.column_id, StreamPart.SHIFT) in self._streams else StreamPart.MAP
-        found = self._raw(spec.column_id, part)
-        assert found is not None
-        stream, raw, offset = found
+        stream = self._streams[spec.column_id, part][0]
         size = 1 if part == StreamPart.SHIFT else 1 + self._num_ranks
         num, rest = divmod(stream.num_values, self._num_ranks if part == StreamPart.SHIFT else size)
         if rest or (part == StreamPart.SHIFT and num != 1):
             raise self._error(f"column {spec.name}: {stream.num_values} values for {self._num_ranks} ranks")
-        table = decode_integers(stream, raw, path=self._path, offset=offset)
+        if spec.column_id not in self._tables:
+            found = self._raw(spec.column_id, part)
+            assert found is not None
+            self._tables[spec.column_id] = decode_integers(stream, found[1], path=self._path, offset=found[2])
+        table = self._tables[spec.column_id]
         if part == StreamPart.SHIFT:
             return values + np.int64(table[self._place])
         before, after = table[:num], table[num:].reshape(num, self._num_ranks)[:, self._place]

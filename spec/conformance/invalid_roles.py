@@ -44,6 +44,9 @@ def role_vectors() -> Broken:
 
         return trace(role, member(ranks=(RankRange(3, 2, 1),), rank=3), change_ranges=change)
 
+    def longer(ranges: Any) -> None:
+        ranges["num_ranks"] = 3
+
     def index_entry(**values: int) -> bytes:
         def change(entries: Any) -> None:
             for name, value in values.items():
@@ -91,6 +94,8 @@ def role_vectors() -> Broken:
         "ranks_bomb": ("limit", "2 billion ranks of one chunk", with_ranks((0, 2**31 - 1, 1))),
         "ranks_bomb_in_index": ("format", "4 billion ranks in the index", index_ranges(num_ranks=2**32 - 1)),
         "ranks_outside": ("data", "the index names a rank that the chunk does not have", index_ranges(num_ranks=3)),
+        "ranks_outside_without_role": ("data", "the same in a chunk without a role", trace(
+            chunk(start, num_rows=2, ranks=(RankRange(3, 2, 1),), rank=3, **times), change_ranges=longer)),
         "ranges_outside": ("format", "the index names ranges that it does not have", index_entry(num_ranges=9)),
         "ranks_stride": ("format", "ranks with a stride of 0", index_ranges(stride=0)),
         "index_role": ("data", "index and chunk differ in role", index_entry(role=8)),

@@ -240,12 +240,11 @@ class _File:
     def chunk(self, entry: tuple[Any, ...], rank: int = -1) -> Chunk:
         """The checked chunk of an index entry, as one rank sees it."""
         streams, specs, shared, places, tables = self.parsed(entry)
-        template, place = None, 0
+        template, place = None, places.get(rank, 0)
+        need(rank < 0 or not places or rank in places, "rank is not in the chunk")
         if rank >= 0 and entry[5]:
             template = self.roles.get((entry[14], entry[5], entry[2]))
             need(template is not None and template.num_rows == entry[6], "no such rows of the role")
-            need(not places or rank in places, "rank is not in the chunk")
-            place = places.get(rank, 0)
         return Chunk(streams, entry[6], specs, shared, template, place, max(1, len(places)), tables)
 
     def parsed(self, entry: tuple[Any, ...]) -> tuple[Any, ...]:

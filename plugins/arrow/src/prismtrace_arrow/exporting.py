@@ -13,9 +13,9 @@ import pyarrow as pa
 import prismtrace
 from prism_sdk.abc import ConversionReport, TraceExporter
 from prism_sdk.errors import UsageError
+from prism_sdk.interop import options as reading
 from prismtrace.model import ABSENT32, COLUMNS, ColumnType
 from prismtrace.tables import DictionaryColumn, Table
-from prismtrace_arrow import options as reading
 from prismtrace_arrow.convert import max_rows_of, record_batch, rows_of
 from prismtrace_arrow.schema import (
     GROUPS,

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 import prismtrace
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
+from prism_sdk.interop import options as reading
 from prismtrace import ProcessGroup, TraceReadError, TraceUsageError, TraceWriter
 from prismtrace.tables import Column, ListColumn
-from prismtrace_arrow import options as reading
 from prismtrace_arrow.convert import columns_of, empty_rows, named_rows, table_of
 from prismtrace_arrow.numbering import Numbering
 from prismtrace_arrow.schema import SIDE_TABLES, FileInfo, row_name, table_names

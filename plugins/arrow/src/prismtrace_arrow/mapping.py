@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
+from prism_sdk.interop import options as reading
 from prismtrace import ABSENT, Op, Phase, TraceReadError, TraceWriter, UnitKind
 from prismtrace.model import COLUMNS, ColumnSpec, ColumnType, TableKind
 from prismtrace.tables import Column, DictionaryColumn
-from prismtrace_arrow import options as reading
 from prismtrace_arrow.convert import column_of
 from prismtrace_arrow.importing import Source, open_source, reading_file
 from prismtrace_arrow.schema import FileInfo, column_type_of, named_spec

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prism_sdk.abc import ConversionReport, TraceImporter
+from prism_sdk.interop import options as reading
 from prismtrace import ABSENT, GraphKind, ProcessGroup, TraceWriter, UnitKind
-from prismtrace_arrow import options as reading
 from prismtrace_arrow.mapping import (
     Meaning,
     Report,

@@ -16,10 +16,10 @@ import numpy as np
 
 from prism_sdk.abc import ConversionReport, TraceExporter
 from prism_sdk.errors import OutputError, UsageError
+from prism_sdk.interop.sources import flag
 from prismtrace import ABSENT, DType, Op, ProcessGroup, TraceReader, UnitKind, UnitTable
 from prismtrace_chakra import exact, wire
 from prismtrace_chakra.naming import COMM_TYPE_OF
-from prismtrace_chakra.sources import flag
 from prismtrace_chakra.wire import AttributeName, block, packed, varint
 
 SCHEMA_VERSION: Final = "0.0.4"

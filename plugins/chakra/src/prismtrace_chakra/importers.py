@@ -10,9 +10,9 @@ from typing import Any
 
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
+from prism_sdk.interop.sources import ForeignFileError, Part, flag, number, parts, rank_of_name
 from prismtrace import GraphKind, TraceDataError, TraceFormatError, TraceUsageError
 from prismtrace_chakra.job import Job
-from prismtrace_chakra.sources import ForeignFileError, Part, flag, number, parts, rank_of_name
 
 _SUFFIXES_ET = (".et", ".et.gz")
 _SUFFIXES_JSON = (".json", ".json.gz")

@@ -11,10 +11,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from prism_sdk.interop.sources import ForeignFileError
 from prismtrace import TraceFormatError
 from prismtrace_chakra.graph import GraphFacts, inspect
 from prismtrace_chakra.job import LocalGroup
-from prismtrace_chakra.sources import ForeignFileError
 
 _GROUPS_NODE: Final = "process_group:init"
 _WRONG: Final = re.compile("[\udc80-\udcff]")

@@ -10,9 +10,9 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from prism_sdk.interop.sources import ForeignFileError
 from prismtrace import DType, Op, TraceFormatError
 from prismtrace_flight_recorder import safe_pickle
-from prismtrace_flight_recorder.sources import ForeignFileError
 
 _MAX_ENTRIES: Final = 1 << 22
 _MAX_TENSORS: Final = 1 << 16

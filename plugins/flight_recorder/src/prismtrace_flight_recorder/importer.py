@@ -13,6 +13,7 @@ import numpy as np
 
 from prism_sdk.abc import ConversionReport, TraceImporter
 from prism_sdk.errors import UsageError
+from prism_sdk.interop.sources import ForeignFileError, Part, flag, number, parts, rank_of_name
 from prismtrace import (
     GraphKind,
     Op,
@@ -24,7 +25,6 @@ from prismtrace import (
 )
 from prismtrace_flight_recorder import dumps, hang, matching
 from prismtrace_flight_recorder.matching import Matched, Placed
-from prismtrace_flight_recorder.sources import ForeignFileError, Part, flag, number, parts, rank_of_name
 
 MAX_NOTES: Final = 200
 _KINDS: Final = {Op.SEND: UnitKind.SEND, Op.RECV: UnitKind.RECV}

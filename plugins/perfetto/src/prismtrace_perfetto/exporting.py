@@ -17,9 +17,9 @@ import numpy as np
 import prismtrace
 from prism_sdk.abc import ConversionReport, TraceExporter
 from prism_sdk.errors import OutputError, UsageError
+from prism_sdk.interop import options as reading
 from prismtrace import ABSENT, ABSENT32
 from prismtrace.tables import StepTable
-from prismtrace_perfetto import options as reading
 from prismtrace_perfetto.events import add_events
 from prismtrace_perfetto.packets import PacketWriter
 from prismtrace_perfetto.ranks import RankTracks, Style, rows_of

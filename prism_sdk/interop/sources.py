@@ -44,13 +44,10 @@ class ForeignFileError(TraceFormatError):
 
 
 def rank_of_name(base: str) -> int | None:
-    """The rank that a file name carries: after the word rank, else the last number before its endings."""
+    """The rank that a file name carries: after the word rank, else its last number."""
     if found := _RANK.search(base):
         return int(found[1])
-    stem = base
-    for ending in (".gz", ".json", ".et"):
-        stem = stem.removesuffix(ending)
-    last = _LAST_NUMBER.search(stem)
+    last = _LAST_NUMBER.search(base)
     return int(last[1]) if last else None
 
 

@@ -1,4 +1,4 @@
-"""Reads the ``-O key=value`` pairs of this plugin. Does no conversion."""
+"""Reads the ``-O key=value`` pairs that importers and exporters take. Does no conversion."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from prism_sdk.errors import UsageError
 
 
 def check_known(options: Mapping[str, str], known: Collection[str], *, of: str) -> None:
-    """Refuse options that ``of`` does not have."""
+    """Refuse options that ``of`` does not have; a name that ends in ``.`` stands for all that begin with it."""
+    prefixes = tuple(name for name in known if name.endswith("."))
     for name in options:
-        if name not in known:
+        if name not in known and not (prefixes and name.startswith(prefixes)):
             raise UsageError(f"{of} has no option {name!r}", hint=f"its options are {', '.join(sorted(known))}")
 
 
-def flag(options: Mapping[str, str], name: str, *, default: bool) -> bool:
+def flag(options: Mapping[str, str], name: str, *, default: bool = False) -> bool:
     """A yes-or-no option."""
     text = options.get(name)
     if text is None:
@@ -32,6 +33,20 @@ def choice(options: Mapping[str, str], name: str, allowed: Collection[str], *, d
     if text not in allowed:
         raise UsageError(f"-O {name}={text} is not known", hint=f"it is one of {', '.join(allowed)}")
     return text
+
+
+def integer(options: Mapping[str, str], name: str, *, default: int | None, low: int, high: int) -> int | None:
+    """A whole number in a range."""
+    text = options.get(name)
+    if text is None:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        raise UsageError(f"-O {name}={text} is not a whole number") from None
+    if not low <= value <= high:
+        raise UsageError(f"-O {name}={text} is not in {low} .. {high}")
+    return value
 
 
 def ranks_of(options: Mapping[str, str], present: Collection[int]) -> list[int]:

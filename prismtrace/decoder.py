@@ -15,11 +15,13 @@ from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.columns import MAX_LIST_VALUES
 from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
+    NARROW,
     Stream,
     apply_differences,
     check_stream,
     decode_floats,
     decode_integers,
+    decode_narrow,
     decode_zigzag,
     stream_bytes,
 )
@@ -169,10 +171,10 @@ class ChunkDecoder:
             return self._lists(spec)
         if spec.type is ColumnType.FLOAT64:
             return self._floats(spec)
-        values = self._integer_values(spec)
         if spec.type in (ColumnType.STRING, ColumnType.DIGEST):
-            return self._dictionary(spec, values)
-        return self._typed(spec, values)
+            return self._dictionary(spec, self._integer_values(spec))
+        narrow = self._narrow(spec)
+        return self._typed(spec, self._integer_values(spec)) if narrow is None else self._whole(spec, narrow)
 
     def _check(self, spec: ColumnSpec, parts: frozenset[int]) -> None:
         """Refuses streams that do not go together, or not with the column."""
@@ -211,6 +213,22 @@ class ChunkDecoder:
         values = self._of_ranks(spec) if parts & _ROLE_PARTS else self._stored_values(spec)
         self._integers[spec.column_id] = values
         return values
+
+    def _narrow(self, spec: ColumnSpec) -> NDArray[Any] | None:
+        """The values of the rows that have one in the type of the column, where the stream gives them at once."""
+        key = (spec.column_id, int(StreamPart.VALUES))
+        if key not in self._streams or self._streams[key][0].encoding not in NARROW or spec.type is ColumnType.UINT64:
+            return None
+        stream, raw, _ = self._counted(spec)
+        return decode_narrow(stream, raw, spec.type.dtype)
+
+    def _counted(self, spec: ColumnSpec) -> tuple[Stream, bytes, int]:
+        """The VALUES stream of a column, which has as many values as there are rows with one."""
+        found = self._raw(spec.column_id, StreamPart.VALUES)
+        assert found is not None
+        if found[0].num_values != self._count(spec):
+            raise self._error(f"column {spec.name}: {found[0].num_values} values for {self._count(spec)} rows")
+        return found
 
     def _stored_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
         stream, position = self._streams[spec.column_id, StreamPart.VALUES]
@@ -305,7 +323,7 @@ class ChunkDecoder:
     def _typed(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
         if spec.type is ColumnType.UINT64:
             return values.view(np.uint64)
-        dtype, absent = spec.type.dtype, ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
+        dtype = spec.type.dtype
         least, most = _RANGES[spec.type]
         if spec.optional:
             least += 1  # stands for absent
@@ -314,11 +332,14 @@ class ChunkDecoder:
             low, high = int(values.min()), int(values.max())
             if low < least or high > most:
                 raise self._error(f"column {spec.name} has values in {low} .. {high}")
-        typed = values.astype(dtype, copy=False)
+        return self._whole(spec, values.astype(dtype, copy=False))
+
+    def _whole(self, spec: ColumnSpec, values: NDArray[Any]) -> NDArray[Any]:
+        """A column of all rows from the values of those that have one."""
         valid = self._validity(spec)
         if valid is None:
-            return typed
-        return self._spread(typed, valid, absent)
+            return values
+        return self._spread(values, valid, ABSENT32 if spec.type is ColumnType.INT32 else ABSENT)
 
     def _spread(self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float) -> NDArray[Any]:
         """The values in the rows that have one, `absent` in the others."""

@@ -44,6 +44,9 @@ MAX_STREAM_BYTES: Final = 1 << 28
 REFERRING: Final = frozenset((Encoding.DIFFERENCE, Encoding.ROLE_DIFFERENCE, Encoding.CONTINUED))
 """Encodings whose values need those of another column."""
 
+NARROW: Final = frozenset((Encoding.OFFSET, Encoding.CONSTANT))
+"""Encodings whose values can be had in the type of their column."""
+
 COMPRESSION_LEVEL: Final = 3
 _MIN_COMPRESS_BYTES: Final = 24
 _local = threading.local()
@@ -213,14 +216,13 @@ def decode_integers(
 
 
 def apply_differences(stream: Stream, numbers: NDArray[np.int64], reference: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The values that differences to a reference stand for, as a new array."""
+    """The values that differences to a reference stand for, as a new array; the numbers of CONTINUED are used up."""
     tick = stream.tick
     if stream.encoding == Encoding.CONTINUED:
-        values = numbers.copy()
-        values[1:] += reference[:-1]
-        np.cumsum(values, out=values)
-        values += np.int64(stream.base)
-        return tick.values(values)
+        if len(numbers):
+            numbers[:1] += np.int64(stream.base)
+            numbers[1:] += reference[:-1]
+        return tick.values(np.cumsum(numbers, out=numbers))
     if tick.shift:
         return tick.values(numbers + tick.ticks(reference))
     if tick.scale != 1:
@@ -258,6 +260,30 @@ def _plain_ticks(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArr
         raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
     found: NDArray[np.int64] = distinct.take(codes)
     return found
+
+
+def decode_narrow(stream: Stream, raw: bytes, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The values of an OFFSET or CONSTANT stream in the type of their column, without a detour over int64.
+
+    None for other streams, and where a value may not fit: the smallest of a signed type, which stands for absent,
+    counts as one that does not. Bytes may be those of `raw` itself.
+    """
+    if stream.encoding not in NARROW or stream.shift or stream.scale != 1:
+        return None
+    flags = dtype.kind == "b"
+    least, most = (0, 1) if flags else (int(np.iinfo(dtype).min) + (dtype.kind == "i"), int(np.iinfo(dtype).max))
+    whole = np.dtype(np.uint8) if flags else dtype
+    if not least <= stream.base <= most:
+        return None
+    if stream.encoding == Encoding.CONSTANT:
+        return np.full(stream.num_values, stream.base, whole).view(dtype)
+    values = _unshuffled(raw, stream.width, stream.num_values)
+    if len(values) and stream.base + int(values.max()) > most:
+        return None
+    narrow = values.astype(whole, copy=stream.base != 0)
+    if stream.base:
+        narrow += whole.type(stream.base)
+    return narrow.view(dtype)
 
 
 def decode_floats(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArray[np.float64]:

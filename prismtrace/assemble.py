@@ -63,7 +63,7 @@ def concatenate(
                 else missing_column(spec, num_rows=len(part.row_index))
                 for part in parts
             ]
-            columns[spec.name] = _joined(found)
+            columns[spec.name] = joined(found)
     return kind(rank, columns, row_index=frozen(row_index), selected=selected, named=named)
 
 
@@ -113,7 +113,7 @@ class Joiner(Generic[T]):
             if name in self._arrays:
                 columns[name] = frozen(self._arrays[name])
             elif name in self._others:
-                columns[name] = _joined(self._others[name])
+                columns[name] = joined(self._others[name])
         row_index = frozen(self._row_index)
         return self._kind(self._rank, columns, row_index=row_index, selected=selected, named=self._named)
 
@@ -126,7 +126,8 @@ def _note_types(named: dict[str, ColumnSpec], part: Part, *, rank: int, path: st
             raise TraceDataError(f"column {spec.name!r} of rank {rank} is {types} in two chunks", path=path)
 
 
-def _joined(parts: list[Any]) -> Column:
+def joined(parts: list[Any]) -> Column:
+    """One column of the rows of all parts, of which there is at least one."""
     first = parts[0]
     if isinstance(first, np.ndarray):
         return frozen(first if len(parts) == 1 else np.concatenate(parts))

@@ -20,6 +20,7 @@ from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.roles import Difference, Template
 from prismtrace.source import TraceInput
+from prismtrace.stacking import encode_stack, stacks
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
 from prismtrace.writer import TraceWriter
 
@@ -29,6 +30,7 @@ _STRUCTURE: Final = (
 )  # fmt: skip
 _TIMES: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns", "memory_bytes")
 _TABLES: Final = tuple(COLUMNS)
+_BATCH_ROWS: Final = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ def compact(
             metadata=reader.metadata,
             overwrite=overwrite,
             atomic=True,
+            dense=True,
         )
         with writer:
             writer.add_groups(reader.groups.values())
@@ -85,15 +88,16 @@ class _Compaction:
         for rank in self._reader.ranks:
             structure, times = self._digests(rank)
             classes.setdefault(structure, {}).setdefault(times, []).append(rank)
-        num_roles = 0
+        num_roles, alone = 0, []
         for structure, by_times in classes.items():
             for is_role, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
                 if not is_role:
-                    for rank in ranks:
-                        self._write_alone(rank)
+                    alone += ranks
                 else:
                     self._write_role(ranks)
                     num_roles += 1
+        for table in _TABLES:
+            self._write_alone(table, sorted(alone))
         return CompactReport(len(self._reader.ranks), num_roles, self._num_members, self._num_shared)
 
     def _digests(self, rank: int) -> tuple[bytes, bytes]:
@@ -113,10 +117,30 @@ class _Compaction:
             times.update((column[present] - base).tobytes())
         return structure.digest(), times.digest()
 
-    def _write_alone(self, rank: int) -> None:
-        for table in _TABLES:
-            for first, rows in self._pieces(table, rank):
-                self._writer.put_rows(table, rank, first, rows)
+    def _write_alone(self, table: TableKind, ranks: list[int]) -> None:
+        """Writes one table of ranks without a role: those with few rows together."""
+        for batch in self._batches(table, ranks):
+            whole = [(rank, pieces[0][1]) for rank, pieces in batch if len(pieces) == 1 and pieces[0][0] == 0]
+            found, _ = stacks(whole)
+            for members in found:
+                self._writer.put(encode_stack(table, members, first_row=0))
+            stacked = {rank for members in found for rank, _ in members}
+            for rank, pieces in batch:
+                for first, rows in pieces if rank not in stacked else ():
+                    self._writer.put_rows(table, rank, first, rows)
+
+    def _batches(self, table: TableKind, ranks: list[int]) -> Iterator[list[tuple[int, list[tuple[int, Rows]]]]]:
+        """The rows of ranks, of so many at a time as can be kept in memory."""
+        batch: list[tuple[int, list[tuple[int, Rows]]]] = []
+        num_rows = 0
+        for rank in ranks:
+            batch.append((rank, list(self._pieces(table, rank))))
+            num_rows += sum(rows.num_rows for _, rows in batch[-1][1])
+            if num_rows > _BATCH_ROWS:
+                yield batch
+                batch, num_rows = [], 0
+        if batch:
+            yield batch
 
     def _pieces(self, table: TableKind, rank: int) -> Iterator[tuple[int, Rows]]:
         """The rows of a rank in pieces without gaps, each with the number of its first row."""
@@ -172,6 +196,7 @@ class _Compaction:
         """Writes one table of all ranks of a role; returns those that needed no chunk of their own."""
         num_rows = sum(template.rows.num_rows for template in templates)
         blocks: list[tuple[int, list[list[Difference]]]] = []
+        own: list[int] = []
         for rank in ranks:
             pieces = list(self._pieces(table, rank))
             fits = len(pieces) == 1 and pieces[0][0] == templates[0].first_row and pieces[0][1].num_rows == num_rows
@@ -187,11 +212,9 @@ class _Compaction:
             if all(_is_small(item) for piece in found for item in piece):
                 blocks.append((rank, found))
             else:
-                self._writer.put_member(table, rank, rows, role=role, templates=templates)
-        blocks, alone = _one_way(blocks)
-        for rank in alone:
-            rows = normalise(table, self._table(table, rank))
-            self._writer.put_member(table, rank, rows, role=role, templates=templates)
+                own.append(rank)
+        blocks, left = _one_way(blocks)
+        self._write_own(table, role, sorted(own + left), templates)
         blocks.sort(key=lambda block: block[0])
         if blocks:
             for number, template in enumerate(templates):
@@ -206,6 +229,19 @@ class _Compaction:
                     )
                 )
         return {rank for rank, _ in blocks}
+
+
+    def _write_own(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> None:
+        """Writes one table of ranks of a role that have values of their own: those with few rows together."""
+        for batch in self._batches(table, ranks):
+            rows_of = {rank: pieces[0][1] for rank, pieces in batch}
+            found, alone = stacks(list(rows_of.items())) if len(templates) == 1 else ([], list(rows_of.items()))
+            for members in found:
+                first = templates[0].first_row
+                stack = encode_stack(table, members, first_row=first, role=role, template=templates[0])
+                self._writer.put(stack)
+            for rank, rows in alone:
+                self._writer.put_member(table, rank, rows, role=role, templates=templates)
 
 
 def _content(column: Column) -> bytes:

@@ -71,7 +71,7 @@ class TraceReader:
             self._source.close()
             raise
         self._payloads = PayloadReader(self._source, self._index, max_bytes=max_result_bytes)
-        self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read)
+        self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read, max_bytes=max_result_bytes)
 
     def _open(self, *, allow_unfinished: bool) -> Index:
         try:

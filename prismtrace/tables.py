@@ -92,6 +92,18 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
+def frozen_column(column: Column) -> Column:
+    """The same column, read-only."""
+    if isinstance(column, DictionaryColumn):
+        frozen(column.codes)
+    elif isinstance(column, ListColumn):
+        for array in (column.offsets, column.values, column.valid):
+            frozen(array)
+    else:
+        frozen(column)
+    return column
+
+
 class Table:
     """Read-only columns as attributes, or by name as `table["owner.name"]` where the registry has no such column.
 

@@ -56,12 +56,12 @@ def write_job(path: Path, job: Job, *, world_size: int = 0) -> int:
     return compacted(path)
 
 
-def compacted(path: Path) -> int:
+def compacted(path: Path, **kw: Any) -> int:
     """The size of the file with equal structure stored once, if the library can do that."""
     compact = getattr(prismtrace, "compact", None)
     if compact is not None:
         smaller = path.with_suffix(".compact")
-        compact(path, smaller, overwrite=True)
+        compact(path, smaller, overwrite=True, **kw)
         if smaller.stat().st_size < path.stat().st_size:
             os.replace(smaller, path)
     return path.stat().st_size

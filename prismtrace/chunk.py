@@ -47,9 +47,10 @@ def encode_chunk(
     rows: Rows,
     role: int = 0,
     shared: SharedStrings | None = None,
+    dense: bool = False,
 ) -> Encoded:
-    """The header of a chunk that needs no other, and the buffers of its data section."""
-    encoder = ChunkEncoder(table, rows, shared)
+    """The header of a chunk that needs no other, and the buffers of its data section. `dense`: as format 1.1 has it."""
+    encoder = ChunkEncoder(table, rows, shared, laps=laps_of(rows) if dense else None)
     paired = encoder.add_interval(rows)
     for spec in rows.specs:
         if spec.name not in paired:
@@ -66,9 +67,10 @@ def encode_member(
     role: int,
     template: Template,
     shared: SharedStrings | None = None,
+    dense: bool = False,
 ) -> Encoded:
     """A chunk of a rank that holds only what differs from the role."""
-    encoder = ChunkEncoder(table, rows, shared)
+    encoder = ChunkEncoder(table, rows, shared, laps=laps_of(rows) if dense else None)
     different: list[ColumnSpec] = []
     for difference in template.differences(rows):
         if difference.same:
@@ -126,6 +128,18 @@ def _changed_range(template: Template, item: Difference) -> tuple[int, int]:
     valid = present(item.spec, column)
     values = wide(item.spec, column if valid is None else column[valid]) + np.int64(item.shift or 0)
     return int(values.min()), int(values.max())
+
+
+def laps_of(rows: Rows, *, num_rows: int | None = None) -> tuple[int, ...]:
+    """How far apart rows are that are likely to be alike: a step; or a rank, where one has `num_rows` of the rows."""
+    found = set() if num_rows is None else {num_rows}
+    step = rows.columns.get("step")
+    if isinstance(step, np.ndarray) and len(step):
+        begins = np.flatnonzero(np.diff(step[:num_rows])) + 1
+        lengths = np.diff(begins, prepend=0)
+        if len(begins) > 1 and (lengths == lengths[0]).all():
+            found.add(int(lengths[0]))
+    return tuple(sorted(found))
 
 
 def step_range(columns: Mapping[str, Column]) -> tuple[int, int]:

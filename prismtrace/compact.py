@@ -20,7 +20,7 @@ from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.roles import Difference, Template
 from prismtrace.source import TraceInput
-from prismtrace.stacking import encode_stack, stacks
+from prismtrace.stacking import ROWS_PER_STACK, encode_stack, stacks
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
 from prismtrace.writer import TraceWriter
 
@@ -30,6 +30,7 @@ _STRUCTURE: Final = (
 )  # fmt: skip
 _TIMES: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns", "memory_bytes")
 _TABLES: Final = tuple(COLUMNS)
+_FEW_RANKS: Final = 4
 _BATCH_ROWS: Final = 1 << 18
 
 
@@ -52,7 +53,7 @@ def compact(
         source: a finished trace.
         output: the file to create.
         overwrite: replaces a file that exists.
-        min_ranks: how many ranks of one structure make a role.
+        min_ranks: how many ranks of one structure make a role; four where they have few rows and no times in common.
 
     Raises:
         TraceFormatError: the source is broken.
@@ -90,7 +91,7 @@ class _Compaction:
             classes.setdefault(structure, {}).setdefault(times, []).append(rank)
         num_roles, alone = 0, []
         for structure, by_times in classes.items():
-            for is_role, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
+            for is_role, ranks in _roles(by_times, self._least(by_times, min_ranks) if structure else 1 << 31):
                 if not is_role:
                     alone += ranks
                 else:
@@ -99,6 +100,12 @@ class _Compaction:
         for table in _TABLES:
             self._write_alone(table, sorted(alone))
         return CompactReport(len(self._reader.ranks), num_roles, self._num_members, self._num_shared)
+
+    def _least(self, by_times: dict[bytes, list[int]], min_ranks: int) -> int:
+        """How many ranks make a role: more where their rows are few and go into one chunk with those of others."""
+        ranks = [rank for alike in by_times.values() for rank in alike]
+        small = 0 < self._reader.num_units(ranks[0]) <= ROWS_PER_STACK // 2
+        return max(min_ranks, _FEW_RANKS) if small and len(by_times) == len(ranks) else min_ranks
 
     def _digests(self, rank: int) -> tuple[bytes, bytes]:
         """Digests of what makes ranks alike, and of their times from the first one on; empty where nothing can be."""

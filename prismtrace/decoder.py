@@ -32,7 +32,7 @@ from prismtrace.members import replaced, shifted, table_size
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.roles import INTEGERS
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, frozen_column
-from prismtrace.ticks import FLOAT32_SHIFT, GRID_SHIFT
+from prismtrace.ticks import FLOAT32_SHIFT
 
 _NOTHING: Final[frozenset[int]] = frozenset()
 _ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
@@ -302,7 +302,7 @@ class ChunkDecoder:
             found[0], found[1], self._bits(stream.reference, found[0])
         )
         if found[0].tick != stream.tick:
-            if 0 < found[0].shift < GRID_SHIFT or stream.shift == FLOAT32_SHIFT:
+            if found[0].shift or stream.shift == FLOAT32_SHIFT:
                 raise self._error(f"column {spec.name} is continued by a column of other ticks")
             lengths = stream.tick.ticks(found[0].tick.values(lengths))
         mine, theirs = self._validity(spec), self._validity(other)

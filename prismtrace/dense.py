@@ -1,4 +1,4 @@
-"""Encodes starts and ends with all that format 1.1 offers: laps, numbers as lengths and bits, grids behind floats.
+"""Encodes starts and ends with all that format 1.1 offers: laps, and numbers as lengths and bits.
 
 Does not decode, and is not the quick way to write: it tries every combination and takes the smallest.
 """
@@ -18,7 +18,7 @@ from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.bits import bit_lengths, pack
 from prismtrace.encoders import encode_bytes, shuffled, width_of, zigzag
 from prismtrace.encoding import Encoded, Stream
-from prismtrace.ticks import FLOAT32_SHIFT, GRID_SHIFT, ONE, Tick, find_grid, find_tick
+from prismtrace.ticks import FLOAT32_SHIFT, ONE, Tick, find_tick
 
 _LEVEL: Final = 12
 _MAX_LAP: Final = (1 << 16) - 1
@@ -56,69 +56,58 @@ def dense_interval(
     """
     begun = start if ended is None else start[ended]
     best: tuple[_Coding, _Coding] | None = None
-    ticks = _ticks_of(start, end, begun)
-    for last in _ends(end, begun, ticks, columns[0], laps):
-        for first in _starts(start, ended, last, ticks, columns[1], laps, near):
+    tick = find_tick(start, end)
+    if tick.shift == 0:
+        tick = find_tick(start, floats=False)
+    for last in _ends(end, begun, tick, columns[0], laps):
+        for first in _starts(start, ended, last, tick, columns[1], laps, near):
             if best is None or first.bits + last.bits < best[0].bits + best[1].bits:
                 best = first, last
     assert best is not None
     return [*_streams(best[0], columns[0]), *_streams(best[1], columns[1])]
 
 
-def _ticks_of(start: NDArray[np.int64], end: NDArray[np.int64], begun: NDArray[np.int64]) -> list[Tick]:
-    """What starts may be counted in."""
-    both = find_tick(start, end)
-    found = [both if both.shift else find_tick(start, floats=False)]
-    grid = find_grid(end - begun)
-    if grid is not None and (grid.values(grid.ticks(start)) == start).all():
-        found.append(grid)
-    return found
-
-
 def _ends(
-    end: NDArray[np.int64], begun: NDArray[np.int64], ticks: Sequence[Tick], reference: int, laps: Sequence[int]
+    end: NDArray[np.int64], begun: NDArray[np.int64], tick: Tick, reference: int, laps: Sequence[int]
 ) -> Iterator[_Coding]:
     lengths = end - begun
-    grid = find_grid(lengths)
     plain = find_tick(lengths) if len(lengths) else ONE
     if plain.shift:
         plain = ONE
     yield _cheapest(Encoding.DIFFERENCE, plain, lengths // plain.scale, 0, reference, laps)
-    if grid is not None:
-        yield _cheapest(Encoding.DIFFERENCE, grid, grid.ticks(lengths), 0, reference, laps)
-    for tick in ticks:
-        if 0 < tick.shift < GRID_SHIFT:
-            there, here = tick.ticks(begun), tick.ticks(end)
-            if (tick.values(there + (here - there)) == end).all():
-                yield _cheapest(Encoding.DIFFERENCE, tick, here - there, 0, reference, laps)
+    if tick.shift:
+        there, here = tick.ticks(begun), tick.ticks(end)
+        if (tick.values(there + (here - there)) == end).all():
+            yield _cheapest(Encoding.DIFFERENCE, tick, here - there, 0, reference, laps)
 
 
 def _starts(
     start: NDArray[np.int64],
     ended: NDArray[np.bool_] | None,
     last: _Coding,
-    ticks: Sequence[Tick],
+    tick: Tick,
     reference: int,
     laps: Sequence[int],
     near: NDArray[np.int64] | None,
 ) -> Iterator[_Coding]:
-    for tick in ticks:
-        own = tick.ticks(start)
-        gaps = np.diff(own, prepend=own[:1])
-        yield _cheapest(Encoding.DELTA, tick, gaps, int(own[0]), 0, laps)
-        if near is not None and (tick.values(tick.ticks(near) + (own - tick.ticks(near))) == start).all():
-            yield _cheapest(Encoding.ROLE_DIFFERENCE, tick, own - tick.ticks(near), 0, 0, laps)
-        numbers = whole_numbers(last)
-        if last.tick != tick:
-            if 0 < last.tick.shift < GRID_SHIFT or tick.shift == FLOAT32_SHIFT:
-                continue
-            numbers = tick.ticks(last.tick.values(numbers))
-        lengths = np.zeros(len(start), np.int64)
-        lengths[... if ended is None else ended] = numbers
-        gaps[1:] -= lengths[:-1]
-        yield _cheapest(Encoding.CONTINUED, tick, gaps, int(own[0]), reference, laps)
+    own = tick.ticks(start)
+    gaps = np.diff(own, prepend=own[:1])
+    yield _cheapest(Encoding.DELTA, tick, gaps, int(own[0]), 0, laps)
     if near is not None:
+        if tick.shift:
+            there = tick.ticks(near)
+            if (tick.values(there + (own - there)) == start).all():
+                yield _cheapest(Encoding.ROLE_DIFFERENCE, tick, own - there, 0, 0, laps)
         yield _cheapest(Encoding.ROLE_DIFFERENCE, ONE, start - near, 0, 0, laps)
+    numbers = whole_numbers(last)
+    if last.tick != tick:
+        if last.tick.shift or tick.shift == FLOAT32_SHIFT:
+            return
+        numbers = tick.ticks(last.tick.values(numbers))
+    lengths = np.zeros(len(start), np.int64)
+    lengths[... if ended is None else ended] = numbers
+    gaps[1:] -= lengths[:-1]
+    yield _cheapest(Encoding.CONTINUED, tick, gaps, int(own[0]), reference, laps)
 
 
 def _cheapest(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.bits import unpack
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
-from prismtrace.ticks import GRID_SHIFT, MAX_SHIFT, Tick
+from prismtrace.ticks import MAX_SHIFT, Tick
 
 STREAM_DTYPE: Final = np.dtype(
     [
@@ -237,10 +237,8 @@ def apply_differences(stream: Stream, numbers: NDArray[np.int64], reference: NDA
             numbers[:1] += np.int64(stream.base)
             numbers[1:] += reference[:-1]
         return tick.values(np.cumsum(numbers, out=numbers))
-    if tick.shift and (tick.shift < GRID_SHIFT or stream.encoding == Encoding.ROLE_DIFFERENCE):
-        return tick.values(numbers + tick.ticks(reference))
     if tick.shift:
-        return reference + tick.values(numbers)
+        return tick.values(numbers + tick.ticks(reference))
     if tick.scale != 1:
         numbers = numbers * np.int64(tick.scale)
     return numbers + reference

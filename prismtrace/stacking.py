@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import numpy as np
-
 from prismtrace.assemble import joined
-from prismtrace.chunk import ChunkEncoder, Encoded
+from prismtrace.chunk import ChunkEncoder, Encoded, laps_of
 from prismtrace.columns import Rows
 from prismtrace.entries import ranges_of
 from prismtrace.model import ColumnSpec, TableKind
@@ -55,7 +53,7 @@ def encode_stack(
     if template is not None:
         specs = {**template.specs, **specs}
     whole = _together(parts, list(specs.values()))
-    encoder = ChunkEncoder(table, whole, laps=_laps(whole, parts[0].num_rows))
+    encoder = ChunkEncoder(table, whole, laps=laps_of(whole, num_rows=parts[0].num_rows))
     if template is None:
         paired = encoder.add_interval(whole)
         for spec in whole.specs:
@@ -81,18 +79,6 @@ def _together(parts: Sequence[Rows], specs: Sequence[ColumnSpec]) -> Rows:
         for spec in specs
     }
     return Rows(sum(rows.num_rows for rows in parts), columns, tuple(specs))
-
-
-def _laps(rows: Rows, num_rows: int) -> tuple[int, ...]:
-    """How far apart rows are that are likely to be alike: a step, or a rank."""
-    found = {num_rows}
-    step = rows.columns.get("step")
-    if isinstance(step, np.ndarray) and len(step):
-        begins = np.flatnonzero(np.diff(step[:num_rows])) + 1
-        lengths = np.diff(begins, prepend=0)
-        if len(begins) > 1 and (lengths == lengths[0]).all():
-            found.add(int(lengths[0]))
-    return tuple(sorted(found))
 
 
 def _add_differences(

@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 FLOAT32_SHIFT: Final = 32
 """This shift stands for the grid of a float32 that was multiplied by `scale`."""
 
-GRID_SHIFT: Final = 33
-"""From this shift on: the grid of `2**(shift - 33)` that went through a float32 of `scale`."""
-
-MAX_SHIFT: Final = 63
+MAX_SHIFT: Final = FLOAT32_SHIFT
 _UNITS: Final = ((10**9, 28), (10**6, 18), (10**3, 8))
 _PROBES: Final = 12
 _LARGE: Final = 1 << 26
@@ -25,10 +22,7 @@ _LARGE: Final = 1 << 26
 
 @dataclass(frozen=True)
 class Tick:
-    """One step is `scale / 2**shift` units of the column, or from one float32 to the next, times `scale`.
-
-    From GRID_SHIFT on it is a number of units, and the value is what a float32 of `scale` units makes of it.
-    """
+    """One step is `scale / 2**shift` units of the column, or from one float32 to the next, times `scale`."""
 
     scale: int = 1
     shift: int = 0
@@ -39,8 +33,6 @@ class Tick:
             return ticks if self.scale == 1 else ticks * np.int64(self.scale)
         if self.shift == FLOAT32_SHIFT:
             return _of_float32(ticks, self.scale)
-        if self.shift >= GRID_SHIFT:
-            return _through_float32(ticks << (self.shift - GRID_SHIFT), self.scale)
         half = np.int64(1 << (self.shift - 1))
         whole = ticks >> self.shift
         part = (ticks - (whole << self.shift)) * np.int64(self.scale)
@@ -55,9 +47,6 @@ class Tick:
             return values
         if self.shift == FLOAT32_SHIFT:
             return _to_float32(values, self.scale)
-        if self.shift >= GRID_SHIFT:
-            step = self.shift - GRID_SHIFT
-            return (values >> step) + ((values >> (step - 1)) & 1) if step else values
         whole = values // self.scale
         part = values - whole * np.int64(self.scale)
         near = ((part << self.shift) + np.int64(self.scale // 2)) // self.scale
@@ -83,24 +72,6 @@ def _of_float32(ordinals: NDArray[np.int64], scale: int) -> NDArray[np.int64]:
     if not ((size >= 0) & (size < 0x7F800000) & (np.abs(values) < 2.0**63)).all():
         raise ValueError("a tick that is no float32, or a value outside of int64")
     return values.astype(np.int64)
-
-
-def _through_float32(values: NDArray[np.int64], scale: int) -> NDArray[np.int64]:
-    """What is left of values that were kept as float32 numbers of `scale`, as integers again."""
-    kept = np.rint((values.astype(np.float64) / scale).astype(np.float32).astype(np.float64) * scale)
-    if not (np.abs(kept) < 2.0**63).all():
-        raise ValueError("a value outside of int64")
-    return kept.astype(np.int64)
-
-
-def find_grid(values: NDArray[np.int64]) -> Tick | None:
-    """The coarsest grid of a power of two, from 4 on, on which values were before they went through a float32."""
-    for scale, _ in _UNITS:
-        for step in (10, 9, 8, 7, 6, 5, 4, 3, 2):
-            tick = Tick(scale, GRID_SHIFT + step)
-            if _are_on(tick, (values,), _PROBES) and _are_on(tick, (values,), 0):
-                return tick
-    return None
 
 
 def find_tick(values: NDArray[np.int64], *others: NDArray[np.int64], floats: bool = True) -> Tick:

@@ -300,7 +300,16 @@ class TraceWriter:
         templates = []
         for start in range(0, rows.num_rows, ROWS_PER_CHUNK):
             part = rows.part(start, min(start + ROWS_PER_CHUNK, rows.num_rows))
-            self.put(encode_chunk(table, rank=rank, first_row=first + start, rows=part, role=role, shared=self._shared))
+            encoded = encode_chunk(
+                table,
+                rank=rank,
+                first_row=first + start,
+                rows=part,
+                role=role,
+                shared=self._shared,
+                dense=bool(self._features),
+            )
+            self.put(encoded)
             if role:
                 templates.append(Template(part, first_row=first + start))
         return templates
@@ -320,6 +329,7 @@ class TraceWriter:
                     role=role,
                     template=template,
                     shared=self._shared,
+                    dense=bool(self._features),
                 )
             )
 

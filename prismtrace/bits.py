@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_BITS: Final = 64
-_WINDOW_BITS: Final = 58
-"""Longer numbers may reach past eight bytes that begin with the byte of their first bit."""
 
-_WIDTHS: Final = np.array([0, *range(_MAX_BITS)], np.int64)
+_WIDTHS: Final = np.array([0, *range(_MAX_BITS)], np.uint8)
+"""By length: how many bits are stored, the highest bit alone, and all bits that a number may have."""
 _TOPS: Final = np.array([0, *(1 << width for width in range(_MAX_BITS))], np.uint64)
-_MASKS: Final = np.array([0, *((1 << width) - 1 for width in range(_MAX_BITS))], np.uint64)
+_MASKS: Final = np.array([0, *((2 << width) - 1 for width in range(_MAX_BITS))], np.uint64)
 
 
 def bit_lengths(values: NDArray[np.uint64]) -> NDArray[np.uint8]:
@@ -58,21 +57,25 @@ def unpack(raw_lengths: bytes, raw_bits: bytes, count: int) -> NDArray[np.uint64
     longest = int(lengths.max()) if count else 0
     if longest > _MAX_BITS:
         raise ValueError(f"a number of {longest} bits")
-    ends = np.cumsum(_WIDTHS.take(lengths))
-    total = int(ends[-1]) if count else 0
+    widths = _WIDTHS.take(lengths)
+    places = np.cumsum(widths, dtype=np.int64)
+    total = int(places[-1]) if count else 0
     if len(raw_bits) != (total + 7) // 8:
         raise ValueError(f"{len(raw_bits)} bytes for {total} bits")
-    starts = ends - _WIDTHS.take(lengths)
-    windows = np.ndarray((len(raw_bits) + 8,), "<u8", buffer=raw_bits + bytes(16), strides=(1,))
-    places = starts >> 3
-    values: NDArray[np.uint64] = windows.take(places)
-    starts &= 7
-    shifts = starts.view(np.uint64)
+    places -= widths
+    words = np.frombuffer(raw_bits + bytes(16 - len(raw_bits) % 8), "<u8")
+    at = places >> 6
+    places &= 63
+    shifts = places.view(np.uint64)
+    values: NDArray[np.uint64] = words.take(at)
     values >>= shifts
-    if longest > _WINDOW_BITS:
-        wide = np.flatnonzero((lengths > _WINDOW_BITS) & (starts > 0))
-        more = np.frombuffer(raw_bits + bytes(16), np.uint8)[places[wide] + 8].astype(np.uint64)
-        values[wide] |= more << (np.uint64(64) - shifts[wide])
-    values &= _MASKS.take(lengths)
+    # what reaches into the next word; in two steps, as a shift by 64 has no meaning
+    at += 1
+    more = words.take(at)
+    more <<= np.uint64(1)
+    np.subtract(np.uint64(63), shifts, out=shifts)
+    more <<= shifts
+    values |= more
     values |= _TOPS.take(lengths)
+    values &= _MASKS.take(lengths)
     return values

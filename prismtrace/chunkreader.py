@@ -69,6 +69,12 @@ class ChunkReader:
         columns = decoder.decode(specs, selected)
         return columns, decoder.named_specs(columns)
 
+    def forget(self) -> None:
+        """Drops what is kept. What is kept refers back to this object, so this also lets go of it at once."""
+        with self._lock:
+            for kept in (self._strings, self._roles, self._kept):
+                kept.clear()
+
     def _stack(self, loaded: _Loaded, entry: Any, rank: int, num_columns: int) -> StackedChunk:
         """The columns of all ranks of a chunk, which are decoded together."""
         size = loaded.meta.num_rows * len(loaded.ranks) * 8 * max(1, num_columns)

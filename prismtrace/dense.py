@@ -21,6 +21,7 @@ from prismtrace.encoding import Encoded, Stream
 from prismtrace.ticks import FLOAT32_SHIFT, ONE, Tick, find_tick
 
 _LEVEL: Final = 12
+_DESCRIPTOR_BYTES: Final = 40
 _MAX_LAP: Final = (1 << 16) - 1
 
 
@@ -150,7 +151,9 @@ def _streams(coding: _Coding, column: int) -> list[Encoded]:
     whole = _stream(shuffled(coded, width), coding, column, width)
     lengths, bits = pack(coded)
     apart = [_stream(lengths, coding, column, 1), encode_bytes(bits, column=column, part=StreamPart.BITS)]
-    return apart if bits and sum(len(stored) for _, stored in apart) + 40 < len(whole[1]) else [whole]
+    size = sum(len(stored) for _, stored in apart) + _DESCRIPTOR_BYTES
+    # numbers of 8 bytes are the slowest to put together: lengths and bits may then be a little larger
+    return apart if bits and size < len(whole[1]) * (1.05 if width == 8 else 1) else [whole]
 
 
 def _stream(raw: bytes, coding: _Coding, column: int, width: int) -> Encoded:

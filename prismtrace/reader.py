@@ -35,6 +35,8 @@ from prismtrace.tables import (
     Table,
     TrackTable,
     UnitTable,
+    frozen,
+    frozen_column,
 )
 
 DEFAULT_MAX_RESULT_BYTES: Final = 8 << 30
@@ -70,6 +72,7 @@ class TraceReader:
         except BaseException:
             self._source.close()
             raise
+        self._rows: NDArray[np.int64] = np.zeros(0, np.int64)
         self._payloads = PayloadReader(self._source, self._index, max_bytes=max_result_bytes)
         self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read, max_bytes=max_result_bytes)
 
@@ -239,6 +242,8 @@ class TraceReader:
         specs, wanted = _specs(kind.table, columns), _step_range(steps)
         parts, size = [], 0
         entries = self._chunks(kind.table, rank, wanted, role)
+        if len(entries) == 1 and wanted is None:
+            return self._of_one_chunk(kind, rank, entries[0], specs, _selected(columns))
         num_rows = int(entries["num_rows"].sum(dtype=np.int64))
         self._check_size(num_rows * 8 * max(1, len(specs)), rank)
         joiner = None
@@ -254,6 +259,22 @@ class TraceReader:
         if joiner is not None:
             return joiner.table(selected=_selected(columns))
         return concatenate(kind, rank, specs, parts, selected=_selected(columns), path=self.path)
+
+    def _of_one_chunk(
+        self, kind: type[T], rank: int, entry: Any, specs: list[ColumnSpec], selected: frozenset[str] | None
+    ) -> T:
+        """The table of a rank whose rows are in one chunk; there may be many such ranks, each with few rows."""
+        first, count = int(entry["first_row"]), int(entry["num_rows"])
+        self._check_size(count * 8 * max(1, len(specs)), rank)
+        columns, named = self._chunk_reader.columns(entry, rank, specs, selected)
+        size = 0
+        for column in columns.values():
+            size += _nbytes(frozen_column(column))
+        self._check_size(size, rank)
+        rows = self._rows
+        if len(rows) != count or not count or rows[0] != first:  # else it is that of the rank before
+            rows = self._rows = frozen(np.arange(first, first + count, dtype=np.int64))
+        return kind(rank, columns, row_index=rows, selected=selected, named={spec.name: spec for spec in named})
 
     def _check_size(self, size: int, rank: int) -> None:
         if size > self._max_result_bytes:
@@ -336,6 +357,7 @@ class TraceReader:
 
     def close(self) -> None:
         """Closes the file; tables that were read stay valid."""
+        self._chunk_reader.forget()
         self._source.close()
 
     def __enter__(self) -> Self:

@@ -25,7 +25,7 @@ class StackedChunk:
 
     def __init__(self, decoder: ChunkDecoder, *, num_rows: int) -> None:
         self._decoder, self._num_rows = decoder, num_rows
-        self._known: dict[tuple[tuple[str, ...], frozenset[str] | None], tuple[_Known, tuple[ColumnSpec, ...]]] = {}
+        self._known: dict[tuple[int, frozenset[str] | None], tuple[_Known, tuple[ColumnSpec, ...]]] = {}
         self._columns: dict[str, Column] = {}
         self._lock = threading.Lock()
 
@@ -33,7 +33,7 @@ class StackedChunk:
         self, place: int, specs: Sequence[ColumnSpec], selected: frozenset[str] | None
     ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
         """Columns of the rank in a place, and the description of the named ones. `selected`: names, None = all."""
-        key = (tuple([spec.name for spec in specs]), selected)
+        key = (len(specs), selected)  # which follow from each other, but for `step`
         with self._lock:
             known = self._known.get(key)
             if known is None:

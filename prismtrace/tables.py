@@ -94,13 +94,13 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 def frozen_column(column: Column) -> Column:
     """The same column, read-only."""
-    if isinstance(column, DictionaryColumn):
+    if isinstance(column, np.ndarray):
+        column.flags.writeable = False
+    elif isinstance(column, DictionaryColumn):
         frozen(column.codes)
-    elif isinstance(column, ListColumn):
+    else:
         for array in (column.offsets, column.values, column.valid):
             frozen(array)
-    else:
-        frozen(column)
     return column
 
 

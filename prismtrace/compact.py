@@ -45,7 +45,12 @@ class CompactReport:
 
 
 def compact(
-    source: TraceInput, output: str | os.PathLike[str], *, overwrite: bool = False, min_ranks: int = 2
+    source: TraceInput,
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    min_ranks: int = 2,
+    dense: bool = True,
 ) -> CompactReport:
     """Writes the trace `source` to `output` with roles; `output` appears only when it is complete.
 
@@ -54,6 +59,8 @@ def compact(
         output: the file to create.
         overwrite: replaces a file that exists.
         min_ranks: how many ranks of one structure make a role; four where they have few rows and no times in common.
+        dense: uses what format 1.1 added: ranks with few rows go into one chunk, times take fewer bits. Readers of
+            format 1.0 refuse such files.
 
     Raises:
         TraceFormatError: the source is broken.
@@ -67,20 +74,20 @@ def compact(
             metadata=reader.metadata,
             overwrite=overwrite,
             atomic=True,
-            dense=True,
+            dense=dense,
         )
         with writer:
             writer.add_groups(reader.groups.values())
             for digest in reader.payload_digests:
                 writer.add_payload(reader.payload(digest))
-            return _Compaction(reader, writer).run(min_ranks)
+            return _Compaction(reader, writer, dense=dense).run(min_ranks)
 
 
 class _Compaction:
     """One run: the ranks of one structure after the other."""
 
-    def __init__(self, reader: TraceReader, writer: TraceWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: TraceReader, writer: TraceWriter, *, dense: bool) -> None:
+        self._reader, self._writer, self._dense = reader, writer, dense
         self._num_members, self._num_shared = 0, 0
 
     def run(self, min_ranks: int) -> CompactReport:
@@ -104,7 +111,7 @@ class _Compaction:
     def _least(self, by_times: dict[bytes, list[int]], min_ranks: int) -> int:
         """How many ranks make a role: more where their rows are few and go into one chunk with those of others."""
         ranks = [rank for alike in by_times.values() for rank in alike]
-        small = 0 < self._reader.num_units(ranks[0]) <= ROWS_PER_STACK // 2
+        small = self._dense and 0 < self._reader.num_units(ranks[0]) <= ROWS_PER_STACK // 2
         return max(min_ranks, _FEW_RANKS) if small and len(by_times) == len(ranks) else min_ranks
 
     def _digests(self, rank: int) -> tuple[bytes, bytes]:
@@ -128,7 +135,7 @@ class _Compaction:
         """Writes one table of ranks without a role: those with few rows together."""
         for batch in self._batches(table, ranks):
             whole = [(rank, pieces[0][1]) for rank, pieces in batch if len(pieces) == 1 and pieces[0][0] == 0]
-            found, _ = stacks(whole)
+            found = stacks(whole)[0] if self._dense else []
             for members in found:
                 self._writer.put(encode_stack(table, members, first_row=0))
             stacked = {rank for members in found for rank, _ in members}
@@ -237,12 +244,13 @@ class _Compaction:
                 )
         return {rank for rank, _ in blocks}
 
-
     def _write_own(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> None:
         """Writes one table of ranks of a role that have values of their own: those with few rows together."""
         for batch in self._batches(table, ranks):
             rows_of = {rank: pieces[0][1] for rank, pieces in batch}
-            found, alone = stacks(list(rows_of.items())) if len(templates) == 1 else ([], list(rows_of.items()))
+            found, alone = (
+                stacks(list(rows_of.items())) if self._dense and len(templates) == 1 else ([], list(rows_of.items()))
+            )
             for members in found:
                 first = templates[0].first_row
                 stack = encode_stack(table, members, first_row=first, role=role, template=templates[0])

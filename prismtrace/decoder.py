@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
+from prismtrace.chunkstreams import ChunkStreams
 from prismtrace.columns import MAX_LIST_VALUES
 from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
@@ -24,14 +25,13 @@ from prismtrace.encoding import (
     decode_integers,
     decode_narrow,
     decode_zigzag,
-    stream_bytes,
 )
 from prismtrace.entries import ChunkMeta
-from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
+from prismtrace.errors import TraceFormatError, TraceLimitError, TraceVersionError, reading
 from prismtrace.members import replaced, shifted, table_size
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.roles import INTEGERS
-from prismtrace.tables import Column, DictionaryColumn, ListColumn, frozen_column
+from prismtrace.tables import Column, DictionaryColumn, frozen_column, list_column
 from prismtrace.ticks import FLOAT32_SHIFT
 
 _NOTHING: Final[frozenset[int]] = frozenset()
@@ -46,13 +46,13 @@ _RANGES: Final[dict[ColumnType, tuple[int, int]]] = {
 }
 
 
-class ChunkDecoder:
+class ChunkDecoder(ChunkStreams):
     """Decodes chosen columns of one chunk. `fetch(start, length)` returns bytes of its data section.
 
     `template` decodes the chunk of the role with the same rows, for a chunk of ranks that have one; `place` is the
     rank that is read, as its position among the `num_ranks` ranks of the chunk: None for the rows of all ranks of a
-    stacked chunk, one after the other. `keep` keeps decoded columns for the next one who asks; `shared` gives the shared
-    strings.
+    stacked chunk, one after the other. `keep` keeps decoded columns for the next one who asks; `shared` gives the
+    shared strings.
     """
 
     def __init__(
@@ -70,34 +70,20 @@ class ChunkDecoder:
         shared: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
-        self._meta, self._fetch, self._path, self._data_offset = meta, fetch, path, data_offset
+        super().__init__(meta, fetch=fetch, path=path, data_offset=data_offset)
+        self._meta = meta
         self._template, self._place, self._num_ranks = template, place, num_ranks
         self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
         self._repeat = num_ranks if place is None else 1
         self._num_rows = meta.num_rows * self._repeat
         self._kept: dict[str, Column] | None = {} if keep else None
-        self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
         self._valid: dict[int | str, NDArray[np.bool_] | None] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         self._masks: dict[bytes, NDArray[np.bool_]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}
-        position = 0
-        for stream in meta.streams:
-            key = (stream.column, stream.part)
-            if key in self._streams:
-                raise self._error(f"two streams of part {stream.part} for column {stream.column}")
-            self._streams[key] = (stream, position)
-            position += stream.stored_length
-        self.data_length = position
-        self._parts: dict[int, frozenset[int]] = {}
-        for column, part in self._streams:
-            self._parts[column] = self._parts.get(column, frozenset()) | {part}
         self._dictionaries = Dictionaries(self._streams, path=path, offset=data_offset, shared=shared)
-
-    def _error(self, message: str, position: int = 0) -> TraceDataError:
-        return TraceDataError(message, path=self._path, offset=self._data_offset + position)
 
     def decode(self, specs: Collection[ColumnSpec], named: frozenset[str] | None) -> dict[str, Column]:
         """The columns of `specs` that the chunk or its role holds, and those of the named ones (None = all)."""
@@ -115,16 +101,6 @@ class ChunkDecoder:
         """The named columns among decoded ones."""
         every = {**(self._template.named if self._template else {}), **self.named}
         return tuple(spec for name, spec in every.items() if name in columns)
-
-    def _raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
-        found = self._streams.get((column, part))
-        if found is None:
-            return None
-        stream, position = found
-        offset = self._data_offset + position
-        check_stream(stream, path=self._path, offset=offset)
-        stored = self._fetch(position, stream.stored_length)
-        return stream, stream_bytes(stream, stored, path=self._path, offset=offset), offset
 
     def _own(self, spec: ColumnSpec) -> frozenset[int]:
         """The parts that the chunk itself has of a column; empty for a column that only the role has."""
@@ -191,8 +167,6 @@ class ChunkDecoder:
 
     def _decoded(self, spec: ColumnSpec, parts: frozenset[int]) -> Column:
         self._check(spec, parts)
-        if StreamPart.BITS in parts and (spec.type not in INTEGERS or StreamPart.VALUES not in parts):
-            raise self._error(f"column {spec.name} has bits of numbers without their lengths")
         if spec.type is ColumnType.LIST_INT64:
             return self._lists(spec)
         if spec.type is ColumnType.FLOAT64:
@@ -211,6 +185,10 @@ class ChunkDecoder:
             self._check_role_parts(spec, parts)
         elif (StreamPart.LENGTHS in parts) != (spec.type is ColumnType.LIST_INT64):
             raise self._error(f"column {spec.name}: lengths do not fit its type")
+        if StreamPart.BITS in parts:
+            values = self._streams.get((spec.column_id, StreamPart.VALUES))
+            if values is None or values[0].encoding not in ZIGZAG or spec.type not in INTEGERS:
+                raise self._error(f"column {spec.name} has bits of numbers without their lengths")
         if not spec.optional and StreamPart.VALIDITY in parts:
             raise self._error(f"column {spec.name} must have a value in every row")
 
@@ -280,15 +258,6 @@ class ChunkDecoder:
         assert found is not None
         bits = self._bits(spec.column_id, stream)
         return decode_integers(stream, found[1], path=self._path, offset=found[2], reference=reference, bits=bits)
-
-    def _bits(self, column: int, stream: Stream) -> bytes | None:
-        """The bits of numbers that are kept apart from their lengths; None when they are not."""
-        found = self._raw(column, StreamPart.BITS)
-        if found is None:
-            return None
-        if stream.encoding not in ZIGZAG or found[0].encoding != Encoding.PLAIN or found[0].width != 1:
-            raise self._error(f"the bits of column {column} do not go with its values")
-        return found[1]
 
     def _lengths(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64]:
         """Ticks from each value of a column to the value of the column that continues it in the same row."""
@@ -407,9 +376,8 @@ class ChunkDecoder:
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < len(dictionary):
             raise self._error(f"column {spec.name}: code outside the dictionary of {len(dictionary)}")
         valid = self._validity(spec)
-        codes = np.full(self._num_rows, -1, np.int32)
-        codes[... if valid is None else valid] = values
-        return DictionaryColumn(codes, dictionary)
+        codes = values.astype(np.int32)
+        return DictionaryColumn(codes if valid is None else self._spread(codes, valid, -1), dictionary)
 
     def _lists(self, spec: ColumnSpec) -> Column:
         lengths = self._raw(spec.column_id, StreamPart.LENGTHS)
@@ -426,10 +394,4 @@ class ChunkDecoder:
             raise self._error(f"column {spec.name}: list lengths do not add up")
         values = decode_integers(data[0], data[1], path=self._path, offset=data[2])
         valid = self._validity(spec)
-        if valid is None:
-            valid = np.ones(self._num_rows, np.bool_)
-        full = np.zeros(self._num_rows, np.int64)
-        full[valid] = sizes
-        offsets = np.zeros(len(full) + 1, np.int64)
-        np.cumsum(full, out=offsets[1:])
-        return ListColumn(offsets, values, valid)
+        return list_column(sizes, values, np.ones(self._num_rows, np.bool_) if valid is None else valid)

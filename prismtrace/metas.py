@@ -38,7 +38,7 @@ from prismtrace.model import (
 
 fb: Any = schema  # generated code has no annotations
 
-DENSE: Final = 1
+DENSE: Final = 2
 """Bit of `required_features`: the file may use what format 1.1 added."""
 
 KNOWN_FEATURES: Final = DENSE

@@ -27,14 +27,13 @@ from prismtrace.model import ABSENT32, COLUMNS, ROLE_RANK, ColumnSpec, GraphKind
 from prismtrace.payloads import ATTACHMENT_PREFIX, PayloadReader, as_bytes
 from prismtrace.source import TraceInput, open_source
 from prismtrace.tables import (
-    Column,
-    DictionaryColumn,
     EventTable,
     ScalarTable,
     StepTable,
     Table,
     TrackTable,
     UnitTable,
+    column_bytes,
     frozen,
     frozen_column,
 )
@@ -74,7 +73,9 @@ class TraceReader:
             raise
         self._rows: NDArray[np.int64] = np.zeros(0, np.int64)
         self._payloads = PayloadReader(self._source, self._index, max_bytes=max_result_bytes)
-        self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read, max_bytes=max_result_bytes)
+        self._chunk_reader = ChunkReader(
+            self._source, self._index, payload=self._payloads.read, max_bytes=max_result_bytes
+        )
 
     def _open(self, *, allow_unfinished: bool) -> Index:
         try:
@@ -250,7 +251,7 @@ class TraceReader:
         if len(entries) > 1 and wanted is None:
             joiner = Joiner(kind, rank, specs, num_rows=num_rows, path=self.path)
         for part in self._parts(kind.table, rank, specs, wanted, _selected(columns), role=role):
-            size += sum(_nbytes(column) for column in part.columns.values())
+            size += sum(column_bytes(column) for column in part.columns.values())
             self._check_size(size, rank)
             if joiner is None:
                 parts.append(part)
@@ -267,10 +268,7 @@ class TraceReader:
         first, count = int(entry["first_row"]), int(entry["num_rows"])
         self._check_size(count * 8 * max(1, len(specs)), rank)
         columns, named = self._chunk_reader.columns(entry, rank, specs, selected)
-        size = 0
-        for column in columns.values():
-            size += _nbytes(frozen_column(column))
-        self._check_size(size, rank)
+        self._check_size(sum([column_bytes(frozen_column(column)) for column in columns.values()]), rank)
         rows = self._rows
         if len(rows) != count or not count or rows[0] != first:  # else it is that of the rank before
             rows = self._rows = frozen(np.arange(first, first + count, dtype=np.int64))
@@ -392,14 +390,6 @@ def _step_range(steps: range | int | None) -> range | None:
     if not isinstance(wanted, range) or wanted.step != 1:  # type: ignore[redundant-expr]
         raise TraceUsageError(f"steps must be a range with step 1, or one step, not {steps!r}")
     return wanted
-
-
-def _nbytes(column: Column) -> int:
-    if isinstance(column, np.ndarray):
-        return column.nbytes
-    if isinstance(column, DictionaryColumn):
-        return column.codes.nbytes
-    return column.values.nbytes + column.offsets.nbytes
 
 
 def _short(ranks: Sequence[int]) -> str:

@@ -44,7 +44,11 @@ def resume(path: str, *, allow_unfinished: bool) -> Resumed:
     with TraceReader(path, allow_unfinished=allow_unfinished) as reader:
         index = reader._index
         header = index.header
-        if header.version > FORMAT_VERSION or header.required_features & ~metas.KNOWN_FEATURES or header.optional_features:
+        if (
+            header.version > FORMAT_VERSION
+            or header.required_features & ~metas.KNOWN_FEATURES
+            or header.optional_features
+        ):
             message = f"format {reader.format_version} with features that this library cannot keep; merge it instead"
             raise TraceUsageError(f"{path}: {message}")
         collected, end = _records(reader, index)

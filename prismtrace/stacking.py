@@ -70,9 +70,7 @@ def _together(parts: Sequence[Rows], specs: Sequence[ColumnSpec]) -> Rows:
     columns = {
         spec.name: joined(
             [
-                rows.columns[spec.name]
-                if spec.name in rows.columns
-                else missing_column(spec, num_rows=rows.num_rows)
+                rows.columns[spec.name] if spec.name in rows.columns else missing_column(spec, num_rows=rows.num_rows)
                 for rows in parts
             ]
         )

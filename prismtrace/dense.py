@@ -107,8 +107,9 @@ def _starts(
         numbers = tick.ticks(last.tick.values(numbers))
     lengths = np.zeros(len(start), np.int64)
     lengths[... if ended is None else ended] = numbers
-    gaps[1:] -= lengths[:-1]
-    yield _cheapest(Encoding.CONTINUED, tick, gaps, int(own[0]), reference, laps)
+    rest = gaps.copy()
+    rest[1:] -= lengths[:-1]
+    yield _cheapest(Encoding.CONTINUED, tick, rest, int(own[0]), reference, laps)
 
 
 def _cheapest(

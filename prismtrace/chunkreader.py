@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import RecordKind
-from prismtrace.decoder import ChunkDecoder
+from prismtrace.decoder import ChunkDecoder, Into
 from prismtrace.entries import CHUNK_ENTRY, ChunkMeta, chunk_entry, ranks_of
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError
 from prismtrace.index import Index
@@ -57,7 +57,12 @@ class ChunkReader:
         self._lock = threading.Lock()
 
     def columns(
-        self, entry: Any, rank: int, specs: list[ColumnSpec], selected: frozenset[str] | None
+        self,
+        entry: Any,
+        rank: int,
+        specs: list[ColumnSpec],
+        selected: frozenset[str] | None,
+        into: Into | None = None,
     ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
         """Columns of a chunk for one rank, and the description of the named ones. `selected`: names, None = all."""
         whole = selected is None or len(specs) > _FEW_COLUMNS
@@ -65,7 +70,7 @@ class ChunkReader:
         place = self._place(loaded, entry, rank)
         if loaded.meta.stacked:
             return self._stack(loaded, entry, rank, len(specs)).columns(place, specs, selected)
-        decoder = self._decoder_of(loaded, entry, rank, place)
+        decoder = self._decoder_of(loaded, entry, rank, place, into)
         columns = decoder.decode(specs, selected)
         return columns, decoder.named_specs(columns)
 
@@ -96,7 +101,9 @@ class ChunkReader:
             raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
         return place
 
-    def _decoder_of(self, loaded: _Loaded, entry: Any, rank: int, place: int | None) -> ChunkDecoder:
+    def _decoder_of(
+        self, loaded: _Loaded, entry: Any, rank: int, place: int | None, into: Into | None = None
+    ) -> ChunkDecoder:
         meta, template = loaded.meta, None
         if rank != ROLE_RANK and meta.role:
             template = self._template(meta, int(entry["offset"]))
@@ -110,6 +117,7 @@ class ChunkReader:
             num_ranks=max(1, len(loaded.ranks)),
             tables=loaded.tables,
             keep=rank == ROLE_RANK,
+            into=into,
             shared=lambda: self._shared_strings(meta.strings, int(entry["offset"])),
         )
 

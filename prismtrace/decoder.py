@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.chunkstreams import ChunkStreams
-from prismtrace.columns import MAX_LIST_VALUES
+from prismtrace.columns import MAX_LIST_VALUES, VALUE_RANGES
 from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
     NARROW,
@@ -38,12 +38,8 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 _ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
 _KNOWN_PARTS: Final = _ROLE_PARTS | {StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS, StreamPart.BITS}
 
-_RANGES: Final[dict[ColumnType, tuple[int, int]]] = {
-    ColumnType.UINT8: (0, 255),
-    ColumnType.BOOL: (0, 1),
-    ColumnType.INT32: (-(1 << 31), (1 << 31) - 1),
-    ColumnType.INT64: (-(1 << 63), (1 << 63) - 1),
-}
+Into = Callable[[str, "np.dtype[Any]"], "NDArray[Any] | None"]
+"""Gives the place for the rows of a column, by name and type, where there is one already."""
 
 
 class ChunkDecoder(ChunkStreams):
@@ -67,6 +63,7 @@ class ChunkDecoder(ChunkStreams):
         num_ranks: int = 1,
         tables: dict[int, NDArray[np.int64]] | None = None,
         keep: bool = False,
+        into: Into | None = None,
         shared: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
@@ -74,6 +71,7 @@ class ChunkDecoder(ChunkStreams):
         self._meta = meta
         self._template, self._place, self._num_ranks = template, place, num_ranks
         self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
+        self._into = into
         self._repeat = num_ranks if place is None else 1
         self._num_rows = meta.num_rows * self._repeat
         self._kept: dict[str, Column] | None = {} if keep else None
@@ -329,7 +327,7 @@ class ChunkDecoder(ChunkStreams):
         if spec.type is ColumnType.UINT64:
             return values.view(np.uint64)
         dtype = spec.type.dtype
-        least, most = _RANGES[spec.type]
+        least, most = VALUE_RANGES[spec.type]
         if spec.optional:
             least += 1  # stands for absent
         low, high = self._bounds.get(spec.column_id, (least - 1, most))
@@ -344,14 +342,18 @@ class ChunkDecoder(ChunkStreams):
         valid = self._validity(spec)
         if valid is None:
             return values
-        return self._spread(values, valid, ABSENT32 if spec.type is ColumnType.INT32 else ABSENT)
+        absent = ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
+        return self._spread(values, valid, absent, self._into and self._into(spec.name, values.dtype))
 
-    def _spread(self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float) -> NDArray[Any]:
+    def _spread(
+        self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float, full: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         """The values in the rows that have one, `absent` in the others."""
         places = self._places.get(id(valid))  # masks live as long as this decoder, or its role's
         if places is None:
             places = self._places[id(valid)] = np.flatnonzero(valid)
-        full = np.full(self._num_rows, absent, values.dtype)
+        full = np.empty(self._num_rows, values.dtype) if full is None else full
+        full.fill(absent)
         full[places] = values
         return full
 

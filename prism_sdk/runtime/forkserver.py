@@ -23,11 +23,16 @@ import sys
 import time
 import weakref
 
+from prism_sdk.runtime.leftovers import Descendants
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.wire import Channel, ChannelClosed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CLEANERS_S = 2.0  # what the cleaners get; they need milliseconds
+
+# processes that remove the semaphores and the shared memory of others once these are gone; killed, they leave them
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 # what a rank imports itself it pays for itself: memory, and the time of the import
 _PRELOADED = (
@@ -60,6 +65,7 @@ def adopt_orphans() -> None:
 
 def main(argv: list[str]) -> int:
     channel = Channel(socket.socket(fileno=int(argv[0])))
+    descendants = Descendants()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     wake_read, wake_write = os.pipe()
@@ -79,16 +85,19 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()
     adopt_orphans()
+    descendants.follow_forks()
     die_with_parent(signal_number=0)  # from here on the closed socket tells, and there is something to clean up
     try:
         channel.send(("ready", os.getpid()))
-        _serve(channel, wake_read, wake_write)
+        _serve(channel, wake_read, wake_write, descendants)
     except ChannelClosed:
-        kill_descendants()
+        kill_descendants(descendants)
+    if _is_alone(channel, descendants):  # else they may still open what another has left for them
+        descendants.remove_shared_memory()
     return 0
 
 
-def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
+def _serve(channel: Channel, wake_read: int, wake_write: int, known: Descendants) -> None:
     """Fork and reap until told to leave. Raises ChannelClosed when the launcher is gone or has given up."""
     ranks: dict[int, int] = {}  # pid -> rank
     while True:
@@ -96,12 +105,15 @@ def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap(channel, ranks)
+            _reap(channel, ranks, known)
         if channel.fileno() not in readable:
             continue
         for message in channel.receive_ready():
             if message[0] == "leave":
                 return
+            if message[0] == "known":
+                known.add(message[1])
+                continue
             _fork(channel, message[1], ranks, (wake_read, wake_write))
 
 
@@ -157,31 +169,57 @@ def _fork(channel: Channel, spec: RankSpec, ranks: dict[int, int], wake: tuple[i
     agent.run_rank(spec)
 
 
-def kill_descendants() -> None:
-    """Kill every process that descends from this one, and wait until they are gone."""
-    for _ in range(100):  # a process may fork while we look
-        found = _descendants(os.getpid())
+def kill_descendants(known: Descendants) -> None:
+    """Kill every process that descends from this one, and wait until they are gone; the cleaners last."""
+    patience = time.monotonic() + _CLEANERS_S
+    for _ in range(1000):  # a process may fork while we look
+        found = descendants_of(os.getpid())
         if not found:
             return
+        known.add(found)
+        spared = [pid for pid in found if time.monotonic() < patience and _is_leaving(pid)]
         for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            if pid not in spared:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.01)
 
 
-def _descendants(pid: int) -> list[int]:
+def _is_alone(channel: Channel, known: Descendants) -> bool:
+    """Whether no process of the launch is left; cleaners and what has just died get the time to go."""
+    patience = time.monotonic() + _CLEANERS_S
+    while True:
+        _reap(channel, {}, known)
+        found = descendants_of(os.getpid())
+        if not found or time.monotonic() > patience or not all(_is_leaving(pid) for pid in found):
+            return not found
+        time.sleep(0.01)
+
+
+def _is_leaving(pid: int) -> bool:
+    """Whether a process is dead, or a cleaner, which ends once it has nobody left to clean up after."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            line = file.read()
+    except OSError:
+        return True
+    return not line or any(name in line for name in _CLEANERS)
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The processes that descend from `pid` now, dead ones that nobody has reaped included."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found += [int(child) for child in file.read().split()]
-    return found + [deeper for child in found for deeper in _descendants(child)]
+    return found + [deeper for child in found for deeper in descendants_of(child)]
 
 
-def _reap(channel: Channel, ranks: dict[int, int]) -> None:
+def _reap(channel: Channel, ranks: dict[int, int], known: Descendants) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -189,11 +227,11 @@ def _reap(channel: Channel, ranks: dict[int, int]) -> None:
             return
         if pid == 0:
             return
+        known.add([pid])
         rank = ranks.pop(pid, None)
         if rank is not None:
             with contextlib.suppress(ChannelClosed):
                 channel.send(("exited", rank, status))
-
 
 
 if __name__ == "__main__":

@@ -231,9 +231,7 @@ class EmulateSeam(Seam):
     def _poller(self, handle: tuple[int, int]) -> Any:
         return lambda: self.engine.is_complete(handle, now_ns())
 
-    def _completer(
-        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]
-    ) -> Any:
+    def _completer(self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]) -> Any:
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             self._give_values(call, one, moved)

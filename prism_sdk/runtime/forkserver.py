@@ -1,9 +1,9 @@
 """Forks rank processes from a process that has torch loaded.
 
-Responsible for importing torch once, forking on request and reporting exits; what runs inside a rank is agent.py's.
+Responsible for forking on request and reporting exits; what is ready before a fork is preload.py's, what runs inside a
+rank agent.py's.
 
-A forked rank shares the pages of the imported libraries: 20 MiB of private memory in place of 214, and no import time.
-`torch._dynamo` is imported too, because the first optimizer step would import it in each rank.
+A forked rank shares the pages of the imported libraries: 12 MiB of private memory in place of 214, and no import time.
 It ends when the launcher's end of the socket closes, and takes along whatever the ranks had started, unless it is told
 that the program has ended well.
 """
@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import importlib
-import importlib.util
 import os
 import select
 import signal
 import socket
 import sys
 import time
-import weakref
 
+from prism_sdk.runtime import preload
 from prism_sdk.runtime.leftovers import Descendants
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.wire import Channel, ChannelClosed
@@ -33,24 +30,6 @@ _CLEANERS_S = 2.0  # what the cleaners get; they need milliseconds
 
 # processes that remove the semaphores and the shared memory of others once these are gone; killed, they leave them
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-
-# what a rank imports itself it pays for itself: memory, and the time of the import
-_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.profiler._cupti_monitor",
-    "torch.testing._internal.distributed.fake_pg",
-    "prism_sdk.runtime.agent",
-    "prism_sdk.runtime.emulate",
-    "prism_sdk.runtime.hooks",
-    "prism_sdk.runtime.observe",
-    "prism_sdk.runtime.record",
-    "prism_sdk.runtime.store",
-)
 
 
 def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
@@ -74,16 +53,10 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
-        variables = dict(os.environ)
-        _import_torch()
-        for variable in os.environ.keys() - variables.keys():  # set by an import: a rank gets it when it imports that
-            del os.environ[variable]
+        preload.prepare()
     except Exception as error:  # reported as a message, because the launcher must name it
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         return 1
-    _forget_finalizers()
-    gc.collect()
-    gc.freeze()
     adopt_orphans()
     descendants.follow_forks()
     die_with_parent(signal_number=0)  # from here on the closed socket tells, and there is something to clean up
@@ -115,34 +88,6 @@ def _serve(channel: Channel, wake_read: int, wake_write: int, known: Descendants
                 known.add(message[1])
                 continue
             _fork(channel, message[1], ranks, (wake_read, wake_write))
-
-
-def _import_torch() -> None:
-    for name in _PRELOADED:
-        if importlib.util.find_spec(name) is None:
-            continue  # private to a version of torch
-        importlib.import_module(name)
-    _warm_up()
-
-
-def _forget_finalizers() -> None:
-    """Ranks need not undo what the imports registered: taking torch's operators apart costs 30 MiB and 30 ms a rank."""
-    registry = getattr(weakref.finalize, "_registry", {})
-    for finalizer in list(registry):
-        finalizer.atexit = False
-
-
-def _warm_up() -> None:
-    """What libraries set up at the first computation, once for all ranks; one thread: no other outlives a fork."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        rows, weight = torch.zeros(16, 64), torch.zeros(64, 64)
-        hidden = torch.nn.functional.gelu(torch.nn.functional.linear(rows, weight, weight[0]))
-        torch.nn.functional.cross_entropy(torch.nn.functional.layer_norm(hidden, (64,)), torch.zeros(16).long())
-    torch.set_num_threads(num_threads)
 
 
 def _fork(channel: Channel, spec: RankSpec, ranks: dict[int, int], wake: tuple[int, int]) -> None:

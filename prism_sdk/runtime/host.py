@@ -37,6 +37,7 @@ from prism_sdk.runtime.forkserver import main
 sys.exit(main(sys.argv[1:]))
 """
 
+
 @dataclass
 class RankProcess:
     """One rank as the launcher sees it."""
@@ -116,9 +117,7 @@ class RankHost:
         if process.outbound is None or process.channel is None:
             return
         if not process.outbound.send(message):
-            self._selector.modify(
-                process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process
-            )
+            self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
 
     def fail(self, error: PrismError) -> None:
         """End the launch because of `error`; the first failure counts."""

@@ -198,5 +198,3 @@ def _short(ranks: Sequence[int]) -> str:
     if len(ranks) > 8 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks[:16])) + (",..." if len(ranks) > 16 else "")
-
-

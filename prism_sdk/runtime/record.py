@@ -335,8 +335,4 @@ class _Several(PrismWork):
             for work in works:
                 work.wait(timeout)
 
-        super().__init__(
-            complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None
-        )
-
-
+        super().__init__(complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None)

@@ -338,8 +338,8 @@ class BeyondRecordingError(TraceMismatchError):
         where = "" if unit_index is None else f", unit {unit_index} of the graph"
         self.message = (
             f"step {step} of rank {rank} is not in the graph {file}, which ends with step {repeated_step}; steps "
-            f"beyond the recording repeat the last recorded one, and here the program departs from it: step {repeated_step} "
-            f"has {expected}{where}, the program did {found}"
+            f"beyond the recording repeat the last recorded one, and here the program departs from it: step "
+            f"{repeated_step} has {expected}{where}, the program did {found}"
         )
         self.hint = (
             "record as many steps as the program is to run, with what it does between them (an evaluation, a "

@@ -97,6 +97,18 @@ EVERYTHING = """
         got["from-any"] = tensor.tolist()
     elif rank == 2:
         dist.send(base[:3], 1, tag=2)
+    got["refused"] = []
+    for refused in (
+        lambda: dist.all_to_all_single(torch.zeros(size, 2), torch.ones(2, size).t()),
+        lambda: dist.all_gather([torch.zeros(6 - min(i, 1)) for i in range(size)], base),
+        lambda: dist.all_reduce(torch.ones(2).short()),
+        lambda: dist.all_reduce(torch.ones(2).long(), dist.ReduceOp.AVG),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3).double(), torch.zeros(3 * size)),
+    ):
+        try:
+            refused()
+        except Exception as error:
+            got["refused"].append(type(error).__name__)
     dist.barrier()
     (folder / f"{rank}.json").write_text(json.dumps(got))
     dist.destroy_process_group()
@@ -145,6 +157,7 @@ def test_every_operation_returns_what_it_returned_in_the_recording(operations: O
     found, facts = operations.emulate(sandbox, "-O", "prefetch_bytes=100000")
     for rank, values in found.items():
         assert values == got(operations.recorded, rank)
+        assert values["refused"] == ["ValueError", *["RuntimeError"] * 4]
         assert facts[f"rank.{rank}.reductions_compensated"] == "0"
         assert facts[f"rank.{rank}.operations_without_values"] == "0"
     assert found.get(0, {}).get("early", False) is False

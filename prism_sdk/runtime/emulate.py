@@ -19,13 +19,13 @@ from prism_sdk.runtime import tracer as rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
-from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
+from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
 from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
@@ -60,6 +60,7 @@ class EmulateSeam(Seam):
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
         self._started = False
+        self.groups: list[GroupState] = []
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -72,6 +73,7 @@ class EmulateSeam(Seam):
 
         install_rendezvous(self.conversation, lambda regions: None)
         install_coalescing()
+        install_destroying(lambda: self.groups)
         install_futures()
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
@@ -80,6 +82,7 @@ class EmulateSeam(Seam):
         return len(ranks) > 1 and self._sandbox.issuperset(ranks)
 
     def group_created(self, group: GroupState) -> None:
+        self.groups.append(group)
         trace_group(self.tracer, group)
 
     # -- one operation ----------------------------------------------------------------------------------------------
@@ -91,7 +94,8 @@ class EmulateSeam(Seam):
         call.check()
         run_due()
         posted = now_ns()
-        unit = self.tracer.communication(call, posted, take_number(call))
+        seq = take_number(call)
+        unit = self.tracer.communication(call, posted, seq)
         one, moved = self.cursor.next(call, step=self.tracer.step)
         if one.size_may_differ:  # members see the recorded ranks' sizes or their own; the trace says one of the two
             self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
@@ -108,8 +112,11 @@ class EmulateSeam(Seam):
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         if one.sources:
             self.pool.announce(one.first_item + moved)
-        work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
-                         is_async=call.is_async, late_wait=self._late_wait(unit))  # fmt: skip
+        work = PrismWork(
+            self._completer(call, one, moved, unit, posted, handle, seq), self._poller(handle), call.outputs,
+            is_async=call.is_async, late_wait=self._late_wait(unit),
+            line=None if call.is_p2p else (call.group.group_id, seq),
+        )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
@@ -152,7 +159,9 @@ class EmulateSeam(Seam):
     def _poller(self, handle: tuple[int, int]) -> Any:
         return lambda: self.engine.is_complete(handle, now_ns())
 
-    def _completer(self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]) -> Any:
+    def _completer(
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int
+    ) -> Any:
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             self._give_values(call, one, moved)
@@ -161,10 +170,11 @@ class EmulateSeam(Seam):
             late = self.session.hold_until(due)
             if blocked or not call.is_async:
                 self.late_ns.append(late)
-            if is_in_background():
-                self.tracer.complete(unit, now_ns())
-            else:
+            if not is_in_background():
                 self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
+                place_before(call, seq)
+            elif is_seen():
+                self.tracer.complete(unit, now_ns())
 
         return complete
 

@@ -117,6 +117,15 @@ def new_trace(
         except BaseException:
             writer.abandon()
             raise
+        if like.roles:
+            _find_roles(temporary)
+
+
+def _find_roles(path: str) -> None:
+    """Stores again what ranks share: rows were written rank by rank, which undoes the roles of their source."""
+    from prismtrace.compact import compact  # it writes through this module
+
+    compact(path, path, overwrite=True)
 
 
 @contextmanager

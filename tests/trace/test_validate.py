@@ -12,9 +12,11 @@ from prismtrace import (
     GraphKind,
     Op,
     ProcessGroup,
+    TableKind,
     TraceReader,
     TraceWriter,
     UnitKind,
+    compact,
     has_errors,
     merge,
     recover,
@@ -144,3 +146,18 @@ def test_an_unknown_kind_of_graph_is_kept_and_remarked(tmp_path: Path) -> None:
     assert [(item.code, item.severity) for item in validate(tmp_path / "m")] == [("PT026", "warning")]
     with pytest.raises(ValueError):
         GraphKind(256)
+
+
+def test_columns_that_were_not_given_count_for_the_steps_and_times_of_a_chunk(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t") as writer:
+        writer.add_steps(0, {"end_ns": [0, 0], "start_ns": [-5, -1]})
+        writer.add_scalars(0, {"value": [1.0]})
+        for rank in (0, 1):
+            writer.add_units(rank, {"kind": [K]})
+        writer.add_steps(1, {"step": [0, 0], "start_ns": [-5, -1]})
+    assert {item.code for item in validate(tmp_path / "t")} == {"PT040"}
+    compact(tmp_path / "t", tmp_path / "small")
+    with TraceReader(tmp_path / "t") as reader:
+        assert reader.chunk_ranges(TableKind.STEPS, 0).tolist() == [(0, 2, 0, 0, -5, 0)]
+        assert reader.chunk_ranges(TableKind.SCALARS, 0).tolist() == [(0, 1, 0, 0, 0, -1)]
+    assert {item.code for item in validate(tmp_path / "small")} == {"PT040"}

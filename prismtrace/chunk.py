@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
-from prismtrace.dense import dense_interval
+from prismtrace.dense import dense_interval, laps_of
 from prismtrace.dictionaries import DICTIONARY_COLUMN
 from prismtrace.encoders import (
     encode_bytes,
@@ -114,7 +114,7 @@ def encode_members(
     if "step" in changed:
         meta = meta._replace(first_step=changed["step"][0], last_step=changed["step"][1])
     if "start_ns" in changed or "end_ns" in changed:
-        columns = template.rows.columns
+        columns = _with_defaults(table, template.rows)
         times = [changed.get(name) or _range([columns.get(name)], ABSENT) for name in ("start_ns", "end_ns")]
         known = [bounds for bounds in times if bounds is not None]
         meta = meta._replace(first_ns=min(low for low, _ in known), last_ns=max(high for _, high in known))
@@ -130,16 +130,13 @@ def _changed_range(template: Template, item: Difference) -> tuple[int, int]:
     return int(values.min()), int(values.max())
 
 
-def laps_of(rows: Rows, *, num_rows: int | None = None) -> tuple[int, ...]:
-    """How far apart rows are that are likely to be alike: a step; or a rank, where one has `num_rows` of the rows."""
-    found = set() if num_rows is None else {num_rows}
-    step = rows.columns.get("step")
-    if isinstance(step, np.ndarray) and len(step):
-        begins = np.flatnonzero(np.diff(step[:num_rows])) + 1
-        lengths = np.diff(begins, prepend=0)
-        if len(begins) > 1 and (lengths == lengths[0]).all():
-            found.add(int(lengths[0]))
-    return tuple(sorted(found))
+def _with_defaults(table: TableKind, rows: Rows) -> Mapping[str, Column]:
+    """The columns, also those that cannot be absent and were not given: they are 0 in every row."""
+    missing = {"step", "start_ns", "end_ns"} - rows.columns.keys()
+    if not missing or not rows.num_rows:
+        return rows.columns
+    zeros = {spec.name: np.zeros(1, np.int64) for spec in COLUMNS[table] if spec.name in missing and not spec.optional}
+    return {**rows.columns, **zeros}
 
 
 def step_range(columns: Mapping[str, Column]) -> tuple[int, int]:
@@ -295,8 +292,8 @@ class ChunkEncoder:
             rank,
             first_row,
             self._rows.num_rows,
-            *step_range(self._rows.columns),
-            *time_range(self._rows.columns),
+            *step_range(_with_defaults(self._table, self._rows)),
+            *time_range(_with_defaults(self._table, self._rows)),
             tuple(stream for stream, _ in self._streams),
             tuple(spec for spec in self._named if spec.column_id in used),
             role,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Compression, Encoding, StreamPart
 from prismtrace.bits import bit_lengths, pack
+from prismtrace.columns import Rows
 from prismtrace.encoders import encode_bytes, shuffled, width_of, zigzag
 from prismtrace.encoding import Encoded, Stream
 from prismtrace.ticks import FLOAT32_SHIFT, ONE, Tick, find_tick
@@ -66,6 +67,18 @@ def dense_interval(
                 best = first, last
     assert best is not None
     return [*_streams(best[0], columns[0]), *_streams(best[1], columns[1])]
+
+
+def laps_of(rows: Rows, *, num_rows: int | None = None) -> tuple[int, ...]:
+    """How far apart rows are that are likely to be alike: a step; or a rank, where one has `num_rows` of the rows."""
+    found = set() if num_rows is None else {num_rows}
+    step = rows.columns.get("step")
+    if isinstance(step, np.ndarray) and len(step):
+        begins = np.flatnonzero(np.diff(step[:num_rows])) + 1
+        lengths = np.diff(begins, prepend=0)
+        if len(begins) > 1 and (lengths == lengths[0]).all():
+            found.add(int(lengths[0]))
+    return tuple(sorted(found))
 
 
 def _ends(

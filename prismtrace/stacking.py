@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from prismtrace.assemble import joined
-from prismtrace.chunk import ChunkEncoder, Encoded, laps_of
+from prismtrace.chunk import ChunkEncoder, Encoded
 from prismtrace.columns import Rows
+from prismtrace.dense import laps_of
 from prismtrace.entries import ranges_of
 from prismtrace.model import ColumnSpec, TableKind
 from prismtrace.roles import Template

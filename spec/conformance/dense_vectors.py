@@ -63,7 +63,7 @@ def with_a_role() -> bytes:
         stream(b"abb", column=0, count=3, part=StreamPart.STRING_BYTES),
         stream(b"\x01\x00\x02\x00\x00\x01", column=26, count=6, part=StreamPart.LENGTHS),
         stream(b"\x04\x05\x06\x07", column=26, count=4),
-        role=7, first_ns=10, last_ns=25,
+        role=7, first_ns=11, last_ns=23,
     )  # fmt: skip
     return dense(role, body)
 
@@ -79,7 +79,7 @@ def in_laps() -> bytes:
             *in_bits([7, 1, 2, 0, 0, 1, 0, 3], column=4, encoding=Encoding.CONTINUED, reference=5, lap=2),
             *in_bits([90, 80, 1, -1, 0, 2, 0, 0], column=5, encoding=Encoding.DIFFERENCE, reference=4, lap=2, scale=10),
             *in_bits(numbers, column=14), *in_bits([0] * 8, column=16, lap=7), num_rows=8, rank=1,
-            first_ns=0, last_ns=0,
+            first_ns=7, last_ns=6883,
         ),
     )  # fmt: skip
 

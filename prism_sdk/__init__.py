@@ -21,13 +21,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prism_sdk.hookspecs import hookimpl as hookimpl
-
-__version__ = "0.1.0"
+    from prismtrace._version import __version__ as __version__
 
 __all__ = ["__version__", "hookimpl"]
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":  # the one distribution has one version
+        from prismtrace._version import __version__ as version
+
+        return version
     if name == "hookimpl":
         from prism_sdk.hookspecs import hookimpl
 

@@ -122,6 +122,8 @@ def _check_output(output: Path, sources: Sequence[Path], *, overwrite: bool) -> 
             raise UsageError(f"the output {output} is one of the sources", hint="give -o another name")
     if output.is_dir() and any(output.iterdir()):
         raise OutputError(str(output), reason="it is a folder that is not empty", hint="name a new one")
+    if output.exists() and not output.is_dir() and not output.is_file():
+        raise OutputError(str(output), reason="it is a device, a pipe or a socket", hint="name a file")
     if output.exists() and not output.is_dir() and not overwrite:
         raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
     if not output.absolute().parent.is_dir():

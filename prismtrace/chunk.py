@@ -111,7 +111,7 @@ def encode_members(
     if "step" in changed:
         meta = meta._replace(first_step=changed["step"][0], last_step=changed["step"][1])
     if "start_ns" in changed or "end_ns" in changed:
-        columns = template.rows.columns
+        columns = _with_defaults(table, template.rows)
         times = [changed.get(name) or _range([columns.get(name)], ABSENT) for name in ("start_ns", "end_ns")]
         known = [bounds for bounds in times if bounds is not None]
         meta = meta._replace(first_ns=min(low for low, _ in known), last_ns=max(high for _, high in known))
@@ -125,6 +125,15 @@ def _changed_range(template: Template, item: Difference) -> tuple[int, int]:
     valid = present(item.spec, column)
     values = wide(item.spec, column if valid is None else column[valid]) + np.int64(item.shift or 0)
     return int(values.min()), int(values.max())
+
+
+def _with_defaults(table: TableKind, rows: Rows) -> Mapping[str, Column]:
+    """The columns, also those that cannot be absent and were not given: they are 0 in every row."""
+    missing = {"step", "start_ns", "end_ns"} - rows.columns.keys()
+    if not missing or not rows.num_rows:
+        return rows.columns
+    zeros = {spec.name: np.zeros(1, np.int64) for spec in COLUMNS[table] if spec.name in missing and not spec.optional}
+    return {**rows.columns, **zeros}
 
 
 def step_range(columns: Mapping[str, Column]) -> tuple[int, int]:
@@ -268,8 +277,8 @@ class _Encoder:
             rank,
             first_row,
             self._rows.num_rows,
-            *step_range(self._rows.columns),
-            *time_range(self._rows.columns),
+            *step_range(_with_defaults(self._table, self._rows)),
+            *time_range(_with_defaults(self._table, self._rows)),
             tuple(stream for stream, _ in self._streams),
             tuple(spec for spec in self._named if spec.column_id in used),
             role,

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,7 @@ from prismtrace.chunk import encode_members
 from prismtrace.columns import Rows, normalise
 from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
+from prismtrace.rewriting import atomic_output
 from prismtrace.roles import Difference, Template
 from prismtrace.source import TraceInput
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
@@ -33,12 +35,16 @@ _TABLES: Final = tuple(COLUMNS)
 
 @dataclass(frozen=True)
 class CompactReport:
-    """What `compact` found. `num_shared` ranks differ from their role by shifts and maps only."""
+    """What `compact` found. `num_shared` ranks differ from their role by shifts and maps only.
+
+    `is_copy`: written anew the trace would be no smaller, so the output is the source, byte by byte.
+    """
 
     num_ranks: int
     num_roles: int
     num_members: int
     num_shared: int
+    is_copy: bool = False
 
 
 def compact(
@@ -56,20 +62,18 @@ def compact(
         TraceFormatError: the source is broken.
         TraceWriteError: the result cannot be written, or exists.
     """
-    with TraceReader(source) as reader:
-        writer = TraceWriter(
-            output,
-            graph_kind=reader.graph_kind,
-            world_size=reader.world_size,
-            metadata=reader.metadata,
-            overwrite=overwrite,
-            atomic=True,
-        )
-        with writer:
+    with TraceReader(source) as reader, atomic_output(os.fspath(output), overwrite=overwrite) as temporary:
+        with TraceWriter(
+            temporary, graph_kind=reader.graph_kind, world_size=reader.world_size, metadata=reader.metadata
+        ) as writer:
             writer.add_groups(reader.groups.values())
             for digest in reader.payload_digests:
                 writer.add_payload(reader.payload(digest))
-            return _Compaction(reader, writer).run(min_ranks)
+            report = _Compaction(reader, writer).run(min_ranks)
+        if isinstance(source, str | os.PathLike) and os.path.getsize(temporary) >= reader.readable_bytes:
+            shutil.copyfile(source, temporary)
+            return replace(report, is_copy=True)
+        return report
 
 
 class _Compaction:

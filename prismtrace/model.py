@@ -30,6 +30,15 @@ class GraphKind(IntEnum):
     CALIBRATED = 3
     EMULATED = 4
 
+    @classmethod
+    def _missing_(cls, value: object) -> GraphKind | None:
+        """A kind of a later minor version, which is kept: a number without a name."""
+        if not isinstance(value, int) or not 0 <= value < 256:
+            return None
+        kind = int.__new__(cls, value)
+        kind._name_, kind._value_ = str(value), value
+        return kind
+
 
 class TableKind(IntEnum):
     """The tables that a rank may have."""

@@ -100,9 +100,8 @@ class TraceReader:
 
     @property
     def graph_kind(self) -> GraphKind:
-        """What the times are worth; UNSPECIFIED also for a kind of a later minor version."""
-        kind = self._index.header.graph_kind
-        return GraphKind(kind) if kind in GraphKind._value2member_map_ else GraphKind.UNSPECIFIED
+        """What the times are worth; a kind of a later minor version is kept, its name is its number."""
+        return GraphKind(self._index.header.graph_kind)
 
     @property
     def world_size(self) -> int:
@@ -164,6 +163,11 @@ class TraceReader:
         ends = entries["first_row"] + entries["num_rows"]
         gaps = np.flatnonzero(entries["first_row"][1:] != ends[:-1])
         return (int(ends[gaps[0]]), int(entries["first_row"][gaps[0] + 1])) if len(gaps) else None
+
+    def chunk_ranges(self, table: TableKind, rank: int, *, role: int = 0) -> NDArray[Any]:
+        """The index of a table: first_row, num_rows, first_step, last_step, first_ns and last_ns of its chunks."""
+        entries = self._index.entries(table, ROLE_RANK if role else rank, role=role)
+        return entries[["first_row", "num_rows", "first_step", "last_step", "first_ns", "last_ns"]]
 
     def step_range(self, rank: int) -> tuple[int, int] | None:
         """First and last step that the units of a rank belong to, from the index alone."""

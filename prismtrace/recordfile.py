@@ -49,6 +49,8 @@ class RecordFile:
 
     def _make_room(self) -> None:
         exists = os.path.lexists(self.path)
+        if self._overwrite and is_special(self.path):  # never to be unlinked or replaced, whoever runs this
+            raise TraceWriteError("is neither a file nor missing: a device, a pipe or a socket", path=self.path)
         if exists and self._atomic and not self._overwrite:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.path)
         if exists and self._overwrite and os.path.isfile(self.path):
@@ -128,6 +130,11 @@ class RecordFile:
                     os.unlink(self._name)
                 _unlock(self._file)
             self._file.close()
+
+
+def is_special(path: str) -> bool:
+    """Whether a name belongs to something that is neither a file nor a folder, links followed."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def _lock(file: Any, path: str) -> None:

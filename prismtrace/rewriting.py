@@ -17,6 +17,7 @@ from prismtrace.assemble import concatenate
 from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, GraphKind, TableKind
 from prismtrace.reader import TraceReader
+from prismtrace.recordfile import is_special
 from prismtrace.tables import (
     Column,
     DictionaryColumn,
@@ -116,6 +117,15 @@ def new_trace(
         except BaseException:
             writer.abandon()
             raise
+        if like.roles:
+            _find_roles(temporary)
+
+
+def _find_roles(path: str) -> None:
+    """Stores again what ranks share: rows were written rank by rank, which undoes the roles of their source."""
+    from prismtrace.compact import compact  # it writes through this module
+
+    compact(path, path, overwrite=True)
 
 
 @contextmanager
@@ -125,6 +135,8 @@ def atomic_output(target: str, *, overwrite: bool) -> Iterator[str]:
         raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
     if os.path.isdir(target):
         raise TraceWriteError("is a folder", path=target)
+    if is_special(target):
+        raise TraceWriteError("is neither a file nor missing: a device, a pipe or a socket", path=target)
     temporary = os.path.join(os.path.dirname(target), f".{os.path.basename(target)}.{os.getpid()}.tmp")
     with writing(target, what="cannot create"):
         if os.path.lexists(temporary):

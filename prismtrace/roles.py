@@ -85,9 +85,10 @@ class Template:
         return self._distinct[spec.name]
 
     def differences(self, rows: Rows) -> list[Difference]:
-        """Every column of the rank or the role, and how the rank's differs."""
+        """Every column of the role, then those that only the rank has; and how the rank's differs."""
         specs = {**self.specs, **{spec.name: spec for spec in rows.specs}}
-        return [self._difference(spec, rows.columns.get(spec.name)) for spec in specs.values()]
+        found = [self._difference(spec, rows.columns.get(spec.name)) for spec in specs.values()]
+        return [item for item in found if item.spec.name in self.specs or not item.same]  # so all ranks have one list
 
     def _difference(self, spec: ColumnSpec, given: Column | None) -> Difference:
         mine = missing_column(spec, num_rows=self.rows.num_rows) if given is None else given

@@ -68,9 +68,11 @@ def _of_float32(ordinals: NDArray[np.int64], scale: int) -> NDArray[np.int64]:
     """The values that ordinals stand for, as integers; those of no finite float32 or outside int64 are refused."""
     size = np.abs(ordinals)
     bits = np.where(ordinals < 0, size | 0x80000000, size)
+    if not ((size >= 0) & (size < 0x7F800000)).all():  # before the cast, which warns of infinities and others
+        raise ValueError("a tick that is no float32")
     values = np.rint(bits.astype(np.uint32).view(np.float32).astype(np.float64) * scale)
-    if not ((size >= 0) & (size < 0x7F800000) & (np.abs(values) < 2.0**63)).all():
-        raise ValueError("a tick that is no float32, or a value outside of int64")
+    if not ((values >= -(2.0**63)) & (values < 2.0**63)).all():
+        raise ValueError("a value outside of int64")
     return values.astype(np.int64)
 
 

@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 
 from prismtrace.cycles import WaitGraph
 from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError
+from prismtrace.extents import rows_outside
 from prismtrace.findings import CODES, Finding
 from prismtrace.matching import Matching
-from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind, Op, TrackKind, UnitKind
+from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind, GraphKind, Op, TrackKind, UnitKind
 from prismtrace.reader import TraceReader
 from prismtrace.source import TraceInput
-from prismtrace.tables import StepTable, UnitTable
+from prismtrace.tables import EventTable, StepTable, Table, TrackTable, UnitTable
 from prismtrace.writer import payload_digest
 
 _COMMUNICATION: Final = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
@@ -67,6 +68,7 @@ def _unreadable(error: PrismTraceError) -> Finding:
 
 def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
     yield _groups(reader)
+    yield from _roles(reader)
     matching = Matching(reader.groups)
     waits = WaitGraph()
     missing: Counter[bytes] = Counter()
@@ -93,6 +95,8 @@ def _groups(reader: TraceReader) -> list[Finding]:
     world = reader.world_size
     for group in reader.groups.values():
         where = f"group {group.group_id} ({group.name})"
+        if group.group_id == 0:
+            found.append(finding("PT015", "0 says that a unit has no group", where))
         if not group.ranks or len(set(group.ranks)) != len(group.ranks):
             found.append(finding("PT011", f"members {group.ranks[:8]}", where))
         outside = [rank for rank in group.ranks if rank < 0 or (world and rank >= world)]
@@ -106,16 +110,42 @@ def _groups(reader: TraceReader) -> list[Finding]:
     return found
 
 
+def _roles(reader: TraceReader) -> Iterable[list[Finding]]:
+    """What roles hold: a rank that has a column of its own does not show what is wrong in that of its role."""
+    if reader.graph_kind not in set(GraphKind):
+        yield [finding("PT026", f"unknown kind of graph {reader.graph_kind}", "header")]
+    for role in reader.roles:
+        try:
+            for kind in COLUMNS:
+                table = reader.role_table(role, kind)
+                yield [
+                    finding("PT006", message, f"role {role}, row {row}")
+                    for row, message in rows_outside(reader, table, role=role)
+                ]
+        except TraceFormatError as error:
+            yield [finding("PT003", error.message, f"role {role}, byte {error.offset}")]
+
+
+def _extents(reader: TraceReader, tables: Iterable[Table]) -> list[Finding]:
+    """Rows that are not where the index says: a search by step or time would miss them."""
+    return [
+        finding("PT006", message, f"rank {table.rank}, row {row} of {table.table.name.lower()}")
+        for table in tables
+        for row, message in rows_outside(reader, table)
+    ]
+
+
 def _rank(
     reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes]
 ) -> Iterable[list[Finding]]:
     for kind in COLUMNS:
         if gap := reader.missing_rows(kind, rank):
             yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
-    yield _steps(reader.steps(rank), rank)
-    reader.scalars(rank)
-    units = reader.units(rank)
-    yield list(_events(reader, units))
+    units, steps, scalars = reader.units(rank), reader.steps(rank), reader.scalars(rank)
+    events, tracks = reader.events(rank), reader.tracks(rank)
+    yield _extents(reader, (units, steps, scalars, events, tracks))
+    yield _steps(steps, rank)
+    yield list(_events(events, tracks, units))
     check = _UnitChecks(units, rank)
     check.enumerations()
     check.groups(reader)
@@ -143,10 +173,9 @@ def _steps(steps: StepTable, rank: int) -> list[Finding]:
     return found
 
 
-def _events(reader: TraceReader, units: UnitTable) -> Iterator[Finding]:
+def _events(events: EventTable, tracks: TrackTable, units: UnitTable) -> Iterator[Finding]:
     """Events that end before they start, or that name a track or unit that is not there."""
     rank = units.rank
-    events, tracks = reader.events(rank), reader.tracks(rank)
     timed = (events.start_ns != ABSENT) & (events.end_ns != ABSENT)
     strays = (events.track != ABSENT32) & ~np.isin(events.track, tracks.row_index)
     lost = (events.unit != ABSENT) & ~np.isin(events.unit, units.row_index)

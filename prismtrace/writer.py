@@ -16,6 +16,7 @@ import zstandard
 
 from prismtrace import container, entries, limits, metas
 from prismtrace._generated.schema import Compression
+from prismtrace._version import __version__
 from prismtrace.chunk import Encoded, encode_chunk, encode_member
 from prismtrace.columns import DIGEST_BYTES, ColumnsInput, Rows, normalise
 from prismtrace.container import RecordKind
@@ -28,7 +29,7 @@ from prismtrace.resuming import resume
 from prismtrace.roles import Template
 from prismtrace.strings import SharedStrings, pack_strings
 
-WRITER_NAME: Final = "prismtrace 1.0.0"
+WRITER_NAME: Final = f"prismtrace {__version__}"
 ROWS_PER_CHUNK: Final = 1 << 16
 _SAMPLE_BYTES: Final = 1 << 16
 _MIN_GAIN: Final = 0.9

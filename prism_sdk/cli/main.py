@@ -14,7 +14,6 @@ from typing import NoReturn
 
 import click
 
-from prism_sdk import __version__
 from prism_sdk.cli.lazy import LazyGroup
 from prism_sdk.errors import ExitCode, PrismError, SettingsError
 from prism_sdk.settings import Settings
@@ -64,8 +63,23 @@ Exit codes: 0 fine, 1 a finding or a failed run, 2 wrong usage, 3 an unreadable 
 """
 
 
+def _print_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from prism_sdk import __version__
+
+        click.echo(f"prism, version {__version__}")
+        context.exit()
+
+
 @click.group(cls=LazyGroup, commands_by_section=_COMMANDS, package="prism_sdk.cli.commands", help=_HELP)
-@click.version_option(__version__, prog_name="prism")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Show the version and exit.",
+)
 def cli() -> None:
     """The root command; its help text is ``_HELP``."""
 

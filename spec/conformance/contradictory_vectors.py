@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from building import written
+from building import trace, units, written
 
 from prismtrace import ProcessGroup, TraceWriter
 
@@ -38,7 +38,17 @@ def contradictory_vectors() -> dict[str, tuple[list[str], str, bytes]]:
         return {"kind": [2, 5, 2, 5], "group_id": [5, 0, 5, 0], "op": [1, 0, 1, 0], "seq": [first, None, second, None],
                 "awaits": [None, 0, None, 2]}  # fmt: skip
 
+    rows, data = units({"kind": [1, 1], "step": [3, 4], "start_ns": [5, 20], "end_ns": [10, 30]})
+    role = rows._replace(rank=-1, role=7), data
     return {
+        "steps_outside": (["PT006"], "a chunk whose rows have steps that it does not name", trace(
+            (rows._replace(last_step=3), data))),
+        "times_outside": (["PT006"], "a chunk whose rows end after the last time that it names", trace(
+            (rows._replace(last_ns=29), data))),
+        "role_steps_outside": (["PT006"], "the same in a chunk of a role", trace(
+            (role[0]._replace(first_step=4), data), (rows._replace(role=7), data))),
+        "group_0": (["PT015"], "a group with the id that stands for none", trace(
+            (rows, data), groups=(ProcessGroup(0, ranks=(0, 1)),))),
         "dangling_group": (["PT012"], "a group that nobody defined", job(collective, group=False)),
         "duplicate_seq": (["PT030"], "one seq twice", job({**{k: v * 2 for k, v in collective.items()}})),
         "different_operations": (["PT031"], "all_reduce meets broadcast", job(collective, collective | {"op": [2]})),

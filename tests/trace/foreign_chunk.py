@@ -55,7 +55,7 @@ def value_of(number: int, scale: int, shift: int) -> int:
         need(abs(number) < 0x7F800000, "no float32")
         (bits,) = struct.unpack("<f", struct.pack("<I", abs(number) | (number < 0) << 31))
         value = round(bits * scale)
-        need(abs(value) < 1 << 63, "a float outside of int64")
+        need(-(1 << 63) <= value < 1 << 63, "a float outside of int64")
         return value & MASK
     half = 1 << shift - 1
     value, rest = divmod(number * scale, 1 << shift)

@@ -157,7 +157,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     graph_kind = header.scalar(4, "B")
     return {
         "format": f"{major}.{minor}",
-        "graph_kind": GRAPH_KINDS[graph_kind if graph_kind < len(GRAPH_KINDS) else 0],
+        "graph_kind": GRAPH_KINDS[graph_kind] if graph_kind < len(GRAPH_KINDS) else str(graph_kind),
         "world_size": header.scalar(5, "i"),
         "metadata": {pair.string(0): pair.string(1) for pair in footer.tables(5)},
         "groups": sorted(groups, key=lambda g: int(g["group_id"])),

@@ -17,6 +17,8 @@ from trace_strategies import tables
 import prismtrace
 from prismtrace import ABSENT, TableKind, TraceDataError, TraceReader, TraceUsageError, TraceWriter, compact
 
+VECTORS = Path(prismtrace.__file__).resolve().parents[1] / "spec/conformance/valid"
+
 
 def write_job(path: Path, job: Job, *, own_times: bool = False, **columns: Any) -> None:
     """A trace of the job without roles."""
@@ -162,3 +164,30 @@ def test_ranks_that_share_everything_take_few_bytes(tmp_path: Path) -> None:
     size = (tmp_path / "small").stat().st_size - 2 * groups
     assert size / job.world_size < 40
     assert size / num_units < 0.4
+
+
+def test_what_would_not_get_smaller_is_copied(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t") as writer:
+        writer.add_units(0, {"kind": [1]})
+    report = compact(tmp_path / "t", tmp_path / "same")
+    assert (report.is_copy, report.num_ranks) == (True, 1)
+    assert (tmp_path / "same").read_bytes() == (tmp_path / "t").read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["same", "t"]
+    again = compact(VECTORS / "roles_8192.prism", tmp_path / "roles")
+    assert again.is_copy and (tmp_path / "roles").stat().st_size == (VECTORS / "roles_8192.prism").stat().st_size
+
+
+def test_slices_and_redacted_copies_keep_roles(tmp_path: Path) -> None:
+    job = Job(pp=2, dp=16, tp=1)
+    write_job(tmp_path / "plain", job)
+    assert not compact(tmp_path / "plain", tmp_path / "small").is_copy
+    steps = range(1)
+    prismtrace.slice_trace(tmp_path / "plain", tmp_path / "plain.slice", steps=steps)
+    prismtrace.slice_trace(tmp_path / "small", tmp_path / "slice", steps=steps)
+    prismtrace.redact(tmp_path / "small", tmp_path / "public", key="k")
+    assert prismtrace.to_json(tmp_path / "slice") == prismtrace.to_json(tmp_path / "plain.slice")
+    for name in ("slice", "public"):
+        with TraceReader(tmp_path / name) as reader:
+            assert len(reader.roles) == 2, name
+    assert (tmp_path / "slice").stat().st_size < (tmp_path / "plain.slice").stat().st_size / 2
+    assert (tmp_path / "public").stat().st_size < (tmp_path / "small").stat().st_size * 1.2

@@ -103,3 +103,13 @@ def test_ticks_and_values_are_inverse(ticks: list[int], scale: int) -> None:
         assert (tick.ticks(tick.values(numbers)) == numbers).all()
         exact = [round(n * scale / 2**shift) for n in ticks if abs(n * scale) < 2**52]
         assert [v for v, n in zip(tick.values(numbers).tolist(), ticks, strict=True) if abs(n * scale) < 2**52] == exact
+
+
+@pytest.mark.filterwarnings("error")
+def test_float_ticks_reach_to_the_ends_of_int64_and_not_beyond() -> None:
+    tick = Tick(2**31, FLOAT32_SHIFT)
+    least = -int(np.float32(2.0**32).view(np.int32))
+    assert tick.values(np.array([least], np.int64)).tolist() == [-(2**63)]
+    for ordinal in (-least, least - 1, 0x7F800000, -0x7F800000, 2**62, -(2**63)):
+        with pytest.raises(ValueError):
+            tick.values(np.array([ordinal], np.int64))

@@ -6,8 +6,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trace_edits import CHUNK, put_together, take_apart
 
-from prismtrace import Op, ProcessGroup, TraceWriter, UnitKind, has_errors, validate
+from prismtrace import (
+    GraphKind,
+    Op,
+    ProcessGroup,
+    TableKind,
+    TraceReader,
+    TraceWriter,
+    UnitKind,
+    compact,
+    has_errors,
+    merge,
+    recover,
+    slice_trace,
+    validate,
+)
 from prismtrace.findings import CODES
 
 C, W, K, S, R = UnitKind.COLLECTIVE, UnitKind.WAIT, UnitKind.COMPUTE, UnitKind.SEND, UnitKind.RECV
@@ -102,3 +117,47 @@ def test_every_code_is_documented_in_the_specification() -> None:
     text = (Path(__file__).parents[2] / "spec" / "registry.md").read_text(encoding="utf-8")
     for code, kind in CODES.items():
         assert f"| {code} | {kind.severity} |" in text
+
+
+def test_what_no_rank_shows_of_its_role_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "t"
+    with TraceWriter(path) as writer:
+        writer.add_role(9, {"kind": [K] * 300, "label": [f"unit {row}" for row in range(300)]})
+        writer.add_units(0, {"kind": [K] * 300, "label": ["mine"] * 300}, role=9)
+    assert validate(path) == []
+    records = take_apart(path.read_bytes())
+    role = next(record for record in records if record.kind == CHUNK)
+    role.data[-1] ^= 1
+    path.write_bytes(put_together(records, path.read_bytes()[:8], finished=False))
+    recover(path, tmp_path / "saved")
+    with TraceReader(tmp_path / "saved") as reader:
+        assert reader.units(0).label[0] == "mine"
+    assert [(item.code, item.where.split(",")[0]) for item in validate(tmp_path / "saved")] == [("PT003", "role 9")]
+
+
+def test_an_unknown_kind_of_graph_is_kept_and_remarked(tmp_path: Path) -> None:
+    kind = GraphKind(77)
+    with TraceWriter(tmp_path / "t", graph_kind=kind) as writer:
+        writer.add_units(0, {"kind": [K]})
+    slice_trace(tmp_path / "t", tmp_path / "s", ranks=[0])
+    merge([tmp_path / "s"], tmp_path / "m")
+    with TraceReader(tmp_path / "m") as reader:
+        assert (reader.graph_kind, reader.graph_kind.name) == (kind, "77")
+    assert [(item.code, item.severity) for item in validate(tmp_path / "m")] == [("PT026", "warning")]
+    with pytest.raises(ValueError):
+        GraphKind(256)
+
+
+def test_columns_that_were_not_given_count_for_the_steps_and_times_of_a_chunk(tmp_path: Path) -> None:
+    with TraceWriter(tmp_path / "t") as writer:
+        writer.add_steps(0, {"end_ns": [0, 0], "start_ns": [-5, -1]})
+        writer.add_scalars(0, {"value": [1.0]})
+        for rank in (0, 1):
+            writer.add_units(rank, {"kind": [K]})
+        writer.add_steps(1, {"step": [0, 0], "start_ns": [-5, -1]})
+    assert {item.code for item in validate(tmp_path / "t")} == {"PT040"}
+    compact(tmp_path / "t", tmp_path / "small")
+    with TraceReader(tmp_path / "t") as reader:
+        assert reader.chunk_ranges(TableKind.STEPS, 0).tolist() == [(0, 2, 0, 0, -5, 0)]
+        assert reader.chunk_ranges(TableKind.SCALARS, 0).tolist() == [(0, 1, 0, 0, 0, -1)]
+    assert {item.code for item in validate(tmp_path / "small")} == {"PT040"}

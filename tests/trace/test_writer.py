@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 from trace_sample import GROUP, write_sample
 
+import prism_sdk
 from prismtrace import (
     ProcessGroup,
     TraceReader,
@@ -26,7 +28,10 @@ from prismtrace import (
     TraceUsageError,
     TraceWriteError,
     TraceWriter,
+    merge,
     payload_digest,
+    recover,
+    slice_trace,
 )
 
 
@@ -225,3 +230,28 @@ def test_unfinished_sample_is_not_different_from_a_finished_one(tmp_path: Path) 
         assert a.metadata == b.metadata
         assert a.groups == b.groups
         assert a.payload_digests == b.payload_digests
+
+
+def test_devices_and_pipes_are_never_replaced(tmp_path: Path) -> None:
+    pipe, good = tmp_path / "pipe", write_sample(tmp_path / "good")
+    os.mkfifo(pipe)
+    for attempt in (
+        lambda: TraceWriter(pipe, overwrite=True),
+        lambda: TraceWriter(pipe, overwrite=True, atomic=True),
+        lambda: slice_trace(good, pipe, overwrite=True),
+        lambda: merge([good], pipe, overwrite=True),
+        lambda: recover(good, pipe, overwrite=True),
+    ):
+        with pytest.raises(TraceWriteError, match="a device, a pipe or a socket"):
+            attempt()
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "pipe"]
+
+
+def test_the_version_is_said_once(sample: Path) -> None:
+    version = importlib.metadata.version("prismtrace")
+    assert prism_sdk.__version__ == version
+    with TraceReader(sample) as reader:
+        assert reader.writer == f"prismtrace {version}"
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in text and version not in text

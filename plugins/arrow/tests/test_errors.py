@@ -171,3 +171,14 @@ def test_files_of_two_traces_are_not_mixed(tmp_path: Path, trace: Path) -> None:
             options={},
             report=print,
         )
+
+
+def test_names_of_columns_that_are_no_text(tmp_path: Path, trace: Path) -> None:
+    convert(ArrowExporter(), trace, tmp_path / "units.arrow", table="units")
+    raw = (tmp_path / "units.arrow").read_bytes()
+    assert raw.count(b"num_elements_in") >= 2
+    (tmp_path / "units.arrow").write_bytes(raw.replace(b"num_elements_in", b"num_\x80lements_in"))
+    with pytest.raises(TraceReadError, match=r"units\.arrow: .*utf-8"):
+        ArrowImporter().import_trace(
+            [tmp_path / "units.arrow"], output=tmp_path / "back.prism", options={}, report=print
+        )

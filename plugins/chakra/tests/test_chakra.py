@@ -370,3 +370,17 @@ def test_whatever_nodes_say_the_trace_is_sound(
     ]
     report = load(write(tmp_path / "h.0.et", *made), tmp_path / "h.prism")
     assert [finding for finding in prismtrace.validate(report.output) if finding.severity == "error"] == []
+
+
+def test_a_folder_without_its_files_is_named(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "a.txt").write_text("x")
+    with pytest.raises(TraceReadError, match="folder: holds no file"):
+        ChakraImporter().import_trace([tmp_path / "folder"], output=tmp_path / "o", options={}, report=print)
+
+
+def test_the_last_rank_there_can_be(tmp_path: Path) -> None:
+    last = {"rank": str(2**31 - 1)}
+    ChakraImporter().import_trace([EXCERPT], output=tmp_path / "o", options=last, report=lambda line: None)
+    with TraceReader(tmp_path / "o") as reader:
+        assert (reader.ranks, reader.world_size) == ((2**31 - 1,), 0)

@@ -328,3 +328,34 @@ def test_an_import_replaces_its_output_only_when_it_is_whole(tmp_path: Path) -> 
     convert(output, DATA / "nccl_data.json")
     assert output.read_bytes() != before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.prism", "x.json"]
+
+
+def test_what_is_no_event_name_or_id_is_counted(tmp_path: Path) -> None:
+    odd = kernel("odd", 5, 1, correlation="0x1f") | {"name": 7}
+    flow = {"ph": "s", "id": "0x10", "pid": 0, "tid": 7, "ts": 1, "cat": "ac2g", "name": "f"}
+    report = convert(tmp_path / "a.prism", write(tmp_path, [kernel("a", 1, 2), 5, None, [], "x", odd, flow]))
+    told = " ".join(report.notes)
+    assert "4 elements among the events that are no events" in told
+    assert "1 names that are no text are left out" in told
+    assert "1 ids (correlation) that are no whole numbers are left out" in told
+    assert "1 ids (id) that are no whole numbers are left out" in told
+    with prismtrace.TraceReader(tmp_path / "a.prism") as reader:
+        assert list(reader.events(0).name) == ["a", None, "f"]
+
+
+def test_a_world_of_absurd_size_costs_nothing(tmp_path: Path) -> None:
+    source = write(tmp_path, [kernel("a", 1, 2)], distributedInfo={"rank": 3, "world_size": 2**31 - 1})
+    report = convert(tmp_path / "a.prism", source)
+    assert f"{2**31 - 2} of {2**31 - 1} ranks have no trace here (0, 1, 2, 4, 5, 6, 7, 8, ...)" in report.notes
+    convert(tmp_path / "a.prism", source, rank=str(2**31 - 1))
+    with prismtrace.TraceReader(tmp_path / "a.prism") as reader:
+        assert (reader.ranks, reader.world_size) == ((2**31 - 1,), 0)
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_a_folder_is_passed_by(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.json")
+    assert not KinetoImporter().recognises(tmp_path, b"")
+    write(tmp_path, [kernel("a", 1, 2)], name="rank0.json")
+    assert KinetoImporter().recognises(tmp_path, b"")
+    assert convert(tmp_path / "a.prism", tmp_path).counts["ranks"] == 1

@@ -35,6 +35,9 @@ def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     if as_json:
         echo_json({"file": source, "output": output, "bytes_before": before, "bytes": after, **json_ready(report)})
         return ExitCode.OK
+    if report.is_copy:
+        click.echo(f"wrote {output}: {format_bytes(after)}, a copy: written anew it would be no smaller")
+        return ExitCode.OK
     click.echo(
         f"wrote {output}: {format_bytes(after)}, before {format_bytes(before)}; {report.num_members} of "
         f"{report.num_ranks} ranks in {report.num_roles} roles, {report.num_shared} of them with their role's times"

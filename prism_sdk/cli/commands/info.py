@@ -145,7 +145,8 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     state = "" if values["finished"] else ", unfinished (prism recover saves it)"
     click.echo(f"{values['file']}: {values['graph_kind']} graph, format {version}, {size}{state}")
     ranks, groups = values["ranks"], values["groups"]
-    click.echo(f"ranks: {len(ranks)} of {values['world_size']}, {values['num_units']} units")
+    world = f" of {values['world_size']}" if values["world_size"] else ""  # 0: unknown
+    click.echo(f"ranks: {len(ranks)}{world}, {values['num_units']} units")
     if values["num_events"] or values["num_tracks"]:
         click.echo(f"events: {values['num_events']} on {values['num_tracks']} tracks")
     if values["roles"]:

@@ -101,9 +101,10 @@ def open_source(path: Path, kind: str, *, table: str | None) -> Source:
         else:
             with pa.OSFile(str(path)) as mapped, pa.ipc.open_file(mapped) as opened:
                 schema = opened.schema
-    info = FileInfo.of_schema(schema)
-    if info is None or table is not None:
-        info = replace(info or FileInfo(""), table=table or _guessed(path, schema))
+        _ = schema.names  # names that are no UTF-8 are refused here
+        info = FileInfo.of_schema(schema)
+        if info is None or table is not None:
+            info = replace(info or FileInfo(""), table=table or _guessed(path, schema))
     if info.table not in (*table_names(), *SIDE_TABLES):
         raise TraceReadError(f"it holds the table {info.table!r}, which this version does not know", path=str(path))
     return Source(path, kind, schema, info)

@@ -181,7 +181,8 @@ def _times(array: pa.Array, scale: int) -> NDArray[np.int64]:
     if pa.types.is_duration(array.type):
         return _times(array.cast(pa.duration("ns")).cast(pa.int64()), 1)
     if pa.types.is_floating(array.type):
-        values = np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False)) * scale
+        with np.errstate(over="ignore"):  # refused below, by name
+            values = np.asarray(array.cast(pa.float64()).to_numpy(zero_copy_only=False)) * scale
         present = ~np.isnan(values)
         if (np.abs(values[present]) >= 2.0**62).any():
             raise ValueError("a time is infinite, or more than 146 years away")
@@ -189,8 +190,9 @@ def _times(array: pa.Array, scale: int) -> NDArray[np.int64]:
         return np.where(present, rounded, ABSENT)
     whole = pc.cast(array, pa.int64())
     values = np.asarray(pc.fill_null(whole, ABSENT).to_numpy(zero_copy_only=False))
-    present = values != ABSENT
-    if scale > 1 and present.any() and int(np.abs(values[present]).max()) > 2**62 // scale:
+    present = ~np.asarray(pc.is_null(whole).to_numpy(zero_copy_only=False))
+    far = (values[present] < -(2**62 // scale)) | (values[present] > 2**62 // scale)
+    if far.any():
         raise ValueError("a time is more than 146 years away: is the unit (-O time) right?")
     return np.where(present, np.where(present, values, 0) * scale, ABSENT)
 

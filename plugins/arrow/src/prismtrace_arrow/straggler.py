@@ -91,7 +91,7 @@ class StragglerImporter(TraceImporter):
         traced = len(np.unique(units.rank))
         world_size = reading.integer(options, "world_size", default=traced, low=traced, high=2**31 - 1) or traced
         if len(units) and int(units.rank.max()) >= world_size:
-            world_size = int(units.rank.max()) + 1
+            world_size = min(int(units.rank.max()) + 1, 2**31 - 1)
         metadata = {"import.format": self.name, "import.time_unit": meaning.time}
         with (
             whole_file(output) as temporary,

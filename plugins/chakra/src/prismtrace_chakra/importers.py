@@ -68,7 +68,8 @@ class _Importer(TraceImporter):
         only = number(options, "rank")
         strict, lossless = flag(options, "strict"), flag(options, "lossless")
         world_size = number(options, "world_size")
-        with Job(output, graph_kind=GraphKind.BARE, world_size=world_size, report=report) as job:
+        where = str(sources[0]) if sources else ""
+        with Job(output, graph_kind=GraphKind.BARE, world_size=world_size, report=report, where=where) as job:
             first = ""
             for part in parts(sources, lambda name: name.lower().endswith(self.suffixes)):
                 if only is not None and first:

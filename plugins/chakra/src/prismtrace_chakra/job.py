@@ -89,8 +89,15 @@ class Job:
     """One trace in the making. A context manager: without `finish` nothing is left behind."""
 
     def __init__(
-        self, output: Path, *, graph_kind: GraphKind, world_size: int | None, report: Callable[[str], None]
+        self,
+        output: Path,
+        *,
+        graph_kind: GraphKind,
+        world_size: int | None,
+        report: Callable[[str], None],
+        where: str = "",
     ) -> None:
+        self._where = where or str(output)
         self.counts: Counter[str] = Counter()
         self._told: dict[str, str] = {}
         self._varying: set[str] = set()
@@ -118,6 +125,7 @@ class Job:
         """The file in the making; it is created when the first rows are written."""
         if self._made is None:
             size = self._world_size if self._world_size is not None else self._world_hint
+            size = size if size < 1 << 31 else 0  # too large to be stated
             self._made = TraceWriter(self._part, graph_kind=self._graph_kind, world_size=size, overwrite=True)
         return self._made
 
@@ -181,7 +189,7 @@ class Job:
             TraceReadError: there was nothing to import.
         """
         if not self._sources:
-            raise TraceReadError("holds no file that this importer reads", path=str(self._output))
+            raise TraceReadError("holds no file that this importer reads", path=self._where)
         self.hint_world(max(self._sources) + 1)
         members = self._members()
         for group in self._groups.values():

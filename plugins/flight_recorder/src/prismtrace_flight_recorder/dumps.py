@@ -18,6 +18,8 @@ _MAX_ENTRIES: Final = 1 << 22
 _MAX_TENSORS: Final = 1 << 16
 _MAX_ELEMENTS: Final = 1 << 62
 _NUMBER: Final = re.compile(r"\d+")
+_RANKS: Final = re.compile(r"[\[(]?\s*(?:\d{1,9}\s*(?:,\s*\d{1,9}\s*)*,?)?\s*[\])]?", re.ASCII)
+_TIMES: Final = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns", "duration_ms")
 _P2P: Final = re.compile(r"(send|recv)\s+(\d+)\s*(->|<-)\s*(\d+)")
 _OPS: Final = (
     ("allreduce", Op.ALL_REDUCE),
@@ -135,11 +137,17 @@ def read(data: bytes, *, path: str) -> Dump:
     if not isinstance(listed, list | tuple) or len(listed) > _MAX_ENTRIES:
         raise TraceFormatError("entries is no list, or a very long one", path=path)
     notes: list[str] = []
-    ranks, descriptions = _groups(document.get("pg_config"))
+    ranks, descriptions = _groups(document.get("pg_config"), notes)
+    notes[:] = [f"{path}: {note}" for note in notes]
     entries = [entry for entry in map(_entry, listed) if entry is not None]
     if len(entries) < len(listed):
         notes.append(f"{path}: {len(listed) - len(entries)} of {len(listed)} entries are damaged and were left out")
+    unusable = sum(_is_unusable(item.get(name), name) for item in listed if isinstance(item, dict) for name in _TIMES)
+    if unusable:
+        notes.append(f"{path}: {unusable} times are no numbers, or negative, and are left out")
     entries.sort(key=lambda entry: entry.record_id)
+    if doubles := len(entries) - len({entry.record_id for entry in entries}):
+        notes.append(f"{path}: {doubles} records have the number of another one")
     if entries and (holes := entries[-1].record_id - entries[0].record_id + 1 - len(entries)) > 0:
         notes.append(f"{path}: {holes} records inside the dump are missing (only active ones were dumped, or a reset)")
     version = str(document["version"])
@@ -168,8 +176,14 @@ def _time(value: Any) -> int | None:
     return _integer(value, low=1)
 
 
+def _is_unusable(value: Any, name: str) -> bool:
+    """Whether a time is neither absent (None, or 0) nor one that can be kept."""
+    numbers = (int, float) if name == "duration_ms" else (int,)
+    return value is not None and not (type(value) in numbers and 0 <= value <= _MAX_ELEMENTS)
+
+
 def _text(value: Any, limit: int = 1024) -> str:
-    return value[:limit] if isinstance(value, str) else ""
+    return value[:limit].encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else ""
 
 
 def _sizes(value: Any) -> int | None:
@@ -185,9 +199,9 @@ def _sizes(value: Any) -> int | None:
         for size in shape:
             if _integer(size) is None:
                 return None
-            amount = min(amount * size, _MAX_ELEMENTS)
-        total = min(total + amount, _MAX_ELEMENTS)
-    return total
+            amount = min(amount * size, 2 * _MAX_ELEMENTS)  # too many for any tensor: the number is not known then
+        total = min(total + amount, 2 * _MAX_ELEMENTS)
+    return total if total <= _MAX_ELEMENTS else None
 
 
 def _entry(item: Any) -> Entry | None:
@@ -196,11 +210,15 @@ def _entry(item: Any) -> Entry | None:
     number, name = _integer(item.get("record_id")), item.get("profiling_name")
     if number is None or not isinstance(name, str):
         return None
+    name = _text(name)
     group = item.get("process_group")
     if isinstance(group, list | tuple) and group and isinstance(group[0], str):
-        group_name, description = group[0][:1024], _text(group[1] if len(group) > 1 else "")
+        group_name, description = _text(group[0]), _text(group[1] if len(group) > 1 else "")
     else:
-        group_name, description = str(_integer(item.get("pg_id")) or 0), ""
+        number_of_group = _integer(item.get("pg_id", 0))
+        if number_of_group is None:
+            return None
+        group_name, description = str(number_of_group), ""
     backend, _, verb = name.partition(":")
     verb = verb or backend
     plain = verb.lower().replace("_", "").replace(" ", "")
@@ -220,7 +238,7 @@ def _entry(item: Any) -> Entry | None:
         seq=_integer(item.get("collective_seq_id", item.get("seq_id"))),
         p2p_seq=_integer(item.get("p2p_seq_id")),
         op_id=_integer(item.get("op_id")),
-        name=name[:1024],
+        name=name,
         op=op,
         is_p2p=item["is_p2p"] is True if "is_p2p" in item else op in (Op.SEND, Op.RECV),
         is_end=_END.fullmatch(verb) is not None,
@@ -258,7 +276,7 @@ def _frame(value: Any) -> str | None:
     return None
 
 
-def _groups(value: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+def _groups(value: Any, notes: list[str]) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     ranks: dict[str, tuple[int, ...]] = {}
     descriptions: dict[str, str] = {}
     for name, item in value.items() if isinstance(value, dict) else ():
@@ -266,13 +284,15 @@ def _groups(value: Any) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
             continue
         given = item.get("ranks")
         if isinstance(given, str):
-            members = tuple(int(each) for each in _NUMBER.findall(given) if len(each) < 10)
+            listed = [int(each) for each in _NUMBER.findall(given)] if _RANKS.fullmatch(given) else [-1]
         elif isinstance(given, list | tuple):
-            members = tuple(each for each in given if _integer(each, high=(1 << 31) - 1) is not None)
+            listed = [each if _integer(each, high=(1 << 31) - 1) is not None else -1 for each in given]
         else:
-            members = ()
-        if members and len(set(members)) == len(members):
-            ranks[name] = members
+            listed = [] if given is None else [-1]
+        if listed and min(listed) >= 0 and len(set(listed)) == len(listed):
+            ranks[name] = tuple(listed)
+        elif listed:
+            notes.append(f"the members of group {name[:64]!r} are no list of ranks and are not used")
         descriptions[name] = _text(item.get("desc"))
     return ranks, descriptions
 

@@ -6,6 +6,7 @@ It only reads what `matching` put together, and speaks of the numbers that stand
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Final
 
 from prismtrace import Op, ProcessGroup
@@ -17,7 +18,7 @@ _SAME_SIZE: Final = (Op.ALL_REDUCE, Op.BROADCAST, Op.REDUCE, Op.ALL_GATHER, Op.R
 
 def explain(job: Matched) -> list[str]:
     """Sentences for a person who looks for the reason of a hang, the most telling first."""
-    missing = sorted(set(range(job.world_size)) - set(job.dumps))
+    missing = _gaps(job.dumps, job.world_size)
     notes: list[str] = []
     for number in job.collectives:
         notes += _not_joined(job, job.groups[number])
@@ -27,7 +28,7 @@ def explain(job: Matched) -> list[str]:
         notes += _not_complete(job, job.groups[number])
     notes += _messages(job)
     if missing:
-        notes.append(f"no dump of ranks {ranks_text(missing)}: what they had joined is not known")
+        notes.append(f"no dump of ranks {missing}: what they had joined is not known")
     cut = [rank for rank, dump in job.dumps.items() if not is_whole(dump)]
     for rank in cut[:_MAX_EACH]:
         firsts = _firsts(job, rank)
@@ -37,6 +38,17 @@ def explain(job: Matched) -> list[str]:
     if len(cut) > _MAX_EACH:
         notes.append(f"the buffers of {len(cut) - _MAX_EACH} more ranks begin late")
     return notes
+
+
+def _gaps(present: Iterable[int], world_size: int) -> str:
+    """The ranks below `world_size` that are not present, in few words; a dump may claim any size of the world."""
+    parts: list[str] = []
+    first = 0
+    for rank in [*sorted(rank for rank in present if rank < world_size), world_size]:
+        if rank > first:
+            parts.append(str(first) if rank == first + 1 else f"{first}-{rank - 1}")
+        first = rank + 1
+    return ", ".join(parts[:16]) + (", ..." if len(parts) > 16 else "")
 
 
 def _title(group: ProcessGroup) -> str:

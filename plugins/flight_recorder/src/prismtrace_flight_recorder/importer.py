@@ -144,7 +144,11 @@ def _write(job: Matched, path: Path, kept: Mapping[int, bytes]) -> dict[str, int
         if values:
             metadata[key] = ", ".join(sorted(values))
     with TraceWriter(
-        path, graph_kind=GraphKind.OBSERVED, world_size=job.world_size, metadata=metadata, overwrite=True
+        path,
+        graph_kind=GraphKind.OBSERVED,
+        world_size=job.world_size if job.world_size < 1 << 31 else 0,  # too large to be stated
+        metadata=metadata,
+        overwrite=True,
     ) as writer:
         for group in job.groups.values():
             writer.add_group(group)

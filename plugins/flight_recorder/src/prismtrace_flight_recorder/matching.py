@@ -9,10 +9,13 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from prismtrace import Op, ProcessGroup
 from prismtrace_flight_recorder.dumps import Dump, Entry
+
+_MAX_INFERRED: Final = 1 << 20
+"""Largest world whose ranks are listed when a dump does not name them."""
 
 
 @dataclass
@@ -114,7 +117,7 @@ class _Groups:
     def _infer(self, entry: Entry) -> tuple[int, ...]:
         key = (entry.group, entry.description)
         if key not in self._inferred:
-            if entry.description == "default_pg":
+            if entry.description == "default_pg" and self._job.world_size <= _MAX_INFERRED:
                 ranks, how = tuple(range(self._job.world_size)), "the whole world, as default_pg is"
             else:
                 ranks, how = tuple(sorted(self._users[key])), "the ranks whose dumps use it"

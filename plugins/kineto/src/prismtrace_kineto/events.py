@@ -37,7 +37,8 @@ def _dictionary(codes: Ints, strings: list[Any]) -> DictionaryColumn[str]:
 
 def event_columns(line: Timeline, unit_of: Ints, *, python: bool) -> tuple[dict[str, Any], int]:
     """What the events table keeps, and how many Python calls were left out. Metadata events become tracks."""
-    kept = ~line.is_phase("M")
+    odd = np.array([shape.odd for shape in line.columns.shapes], np.bool_)
+    kept = ~line.is_phase("M") & ~odd[line.shape]
     is_python = line.in_categories(frozenset({"python_function"}))
     left_out = 0
     if not python:

@@ -9,6 +9,7 @@ import re
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
@@ -39,7 +40,9 @@ class KinetoImporter(TraceImporter):
             return b".json" in head and _HEAD.search(head) is not None
         if not head:
             try:
-                inside = sorted(item for item in source.iterdir() if re.search(r"\.json(\.gz)?$", item.name))[:8]
+                inside = sorted(
+                    item for item in source.iterdir() if re.search(r"\.json(\.gz)?$", item.name) and item.is_file()
+                )[:8]
                 return any(_is_trace(_start(item)) for item in inside)
             except (OSError, EOFError, zlib.error):
                 return False
@@ -82,7 +85,7 @@ def import_files(
             _read_all(job, files)
             _finish(job)
         world_size = max(job.world_size, max(job.ranks) + 1, *(max(g.ranks) + 1 for g in job.groups.by_id.values()), 1)
-        _with_world_size(first, temporary, world_size)
+        _with_world_size(first, temporary, world_size if world_size < 1 << 31 else 0)  # too large to be stated
         temporary.replace(output)
     finally:
         if was_enabled:
@@ -193,10 +196,11 @@ def _finish(job: Job) -> None:
         job.notes.append(
             "clocks of hosts are taken as they are; if they differ, import hosts apart and `prism merge --align` them"
         )
-    missing = sorted(set(range(job.world_size)) - set(job.ranks))
-    if missing:
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        job.notes.append(f"{len(missing)} of {job.world_size} ranks have no trace here ({shown})")
+    num_missing = job.world_size - sum(rank < job.world_size for rank in job.ranks)
+    if num_missing:  # a file may claim any world size: no set of all its ranks
+        missing = islice((rank for rank in range(job.world_size) if rank not in job.ranks), 8)
+        shown = ", ".join(map(str, missing)) + (", ..." if num_missing > 8 else "")
+        job.notes.append(f"{num_missing} of {job.world_size} ranks have no trace here ({shown})")
     if job.options.lossless and not job.options.events:
         job.notes.append(
             f"events are kept in the attachment {ATTACHMENT!r}, not as a table: `prism convert --to kineto` gives them "

@@ -18,7 +18,7 @@ from prismtrace_kineto.scanner import decode
 Array = NDArray[Any]
 Ints = NDArray[np.int64]
 _EXACT: Final = frozenset({"i", "d0", "d1", "d2", "d3", "v1", "v2", "v3"})
-_MAX_NS: Final = 1 << 62
+_MAX_NS: Final = (1 << 62) - 1  # a start and a duration fit together
 
 
 def field_values(kind: str, values: Array, strings: Sequence[str]) -> list[Any]:
@@ -133,12 +133,18 @@ def _fill(line: Timeline, shape: Shape, data: list[Array], rows: Ints, low: int,
     targets = {"track": line.track, "args.correlation": line.correlation, "args.External id": line.external_id}
     targets |= {"args.external id": line.external_id, "flow": line.flow_id, "id": line.flow_id}
     duration: Ints | None = None
+    if shape.odd:
+        _count(line, "elements among the events that are no events", len(rows))
     for (name, kind), column in zip(shape.fields, data, strict=True):
         values = column[low:high]
         if name == "name" and kind == "s":
             line.name[rows] = values
         elif kind in "it" and name in targets:
             targets[name][rows] = values
+        elif name == "name":
+            _count(line, "names that are no text are left out", len(rows))
+        elif name in targets:
+            _count(line, f"ids ({name.removeprefix('args.')}) that are no whole numbers are left out", len(rows))
         elif name == "ts":
             line.start_ns[rows] = _times(line, kind, values, base)
         elif name == "dur":

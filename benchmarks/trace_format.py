@@ -123,14 +123,14 @@ def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith(key)) * 1024
 base = status("VmRSS:")
-begun = time.perf_counter()
+begun = time.process_time()
 {work}
-print(json.dumps([time.perf_counter() - begun, status("VmHWM:") - base]))
+print(json.dumps([time.process_time() - begun, status("VmHWM:") - base]))
 """
 
 
 def in_child(setup: str, work: str) -> tuple[float, float]:
-    """Seconds and bytes of peak memory of some code in a fresh process."""
+    """CPU seconds and bytes of peak memory of some code in a fresh process."""
     code = CHILD.format(path=sys.path[:2], setup=setup, work=work)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     seconds, peak = json.loads(done.stdout)
@@ -160,7 +160,7 @@ def as_lists(job: Job) -> dict[int, dict[str, list[Any]]]:
 
 
 def measure_json(folder: Path, repeats: int, data: Path | None) -> None:
-    """Reading all columns into numpy against json.load of the same data, each in a fresh process."""
+    """Reading all columns into numpy against json.load of the same data, each in a fresh process; CPU time."""
     jobs: dict[str, Job] = {}
     for shape in (JobShape(num_ranks=32, num_units=16_000), JobShape(num_ranks=128)):
         name = f"generated, {shape.num_ranks} ranks x {shape.num_units:,} units"

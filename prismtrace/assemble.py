@@ -63,7 +63,7 @@ def concatenate(
                 else missing_column(spec, num_rows=len(part.row_index))
                 for part in parts
             ]
-            columns[spec.name] = _joined(found)
+            columns[spec.name] = joined(found)
     return kind(rank, columns, row_index=frozen(row_index), selected=selected, named=named)
 
 
@@ -93,7 +93,8 @@ class Joiner(Generic[T]):
                 if name not in self._arrays:
                     self._arrays[name] = np.empty(len(self._row_index), column.dtype)
                     self._arrays[name][:start] = self._spec(name).default
-                self._arrays[name][start : self._at] = column
+                if column.base is not self._arrays[name]:
+                    self._arrays[name][start : self._at] = column
             else:
                 missing = [missing_column(self._spec(name), num_rows=count) for count in self._lengths]
                 self._others.setdefault(name, missing).append(column)
@@ -102,6 +103,11 @@ class Joiner(Generic[T]):
         for name in self._others.keys() - part.columns.keys():
             self._others[name].append(missing_column(self._spec(name), num_rows=len(part.row_index)))
         self._lengths.append(len(part.row_index))
+
+    def place(self, name: str, dtype: np.dtype[Any], num_rows: int) -> NDArray[Any] | None:
+        """Where the next rows of a column go, so that they need no copy; None in the first part that has it."""
+        array = self._arrays.get(name)
+        return None if array is None or array.dtype != dtype else array[self._at : self._at + num_rows]
 
     def _spec(self, name: str) -> ColumnSpec:
         return self._specs.get(name) or self._named[name]
@@ -113,7 +119,7 @@ class Joiner(Generic[T]):
             if name in self._arrays:
                 columns[name] = frozen(self._arrays[name])
             elif name in self._others:
-                columns[name] = _joined(self._others[name])
+                columns[name] = joined(self._others[name])
         row_index = frozen(self._row_index)
         return self._kind(self._rank, columns, row_index=row_index, selected=selected, named=self._named)
 
@@ -126,7 +132,8 @@ def _note_types(named: dict[str, ColumnSpec], part: Part, *, rank: int, path: st
             raise TraceDataError(f"column {spec.name!r} of rank {rank} is {types} in two chunks", path=path)
 
 
-def _joined(parts: list[Any]) -> Column:
+def joined(parts: list[Any]) -> Column:
+    """One column of the rows of all parts, of which there is at least one."""
     first = parts[0]
     if isinstance(first, np.ndarray):
         return frozen(first if len(parts) == 1 else np.concatenate(parts))

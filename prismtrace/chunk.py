@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace._generated.schema import StreamPart
+from prismtrace._generated.schema import Encoding, StreamPart
 from prismtrace.columns import DIGEST_BYTES, MAX_DICTIONARY, Rows
+from prismtrace.dense import dense_interval, laps_of
 from prismtrace.dictionaries import DICTIONARY_COLUMN
 from prismtrace.encoders import (
     encode_bytes,
@@ -46,9 +47,10 @@ def encode_chunk(
     rows: Rows,
     role: int = 0,
     shared: SharedStrings | None = None,
+    dense: bool = False,
 ) -> Encoded:
-    """The header of a chunk that needs no other, and the buffers of its data section."""
-    encoder = _Encoder(table, rows, shared)
+    """The header of a chunk that needs no other, and the buffers of its data section. `dense`: as format 1.1 has it."""
+    encoder = ChunkEncoder(table, rows, shared, laps=laps_of(rows) if dense else None)
     paired = encoder.add_interval(rows)
     for spec in rows.specs:
         if spec.name not in paired:
@@ -65,9 +67,10 @@ def encode_member(
     role: int,
     template: Template,
     shared: SharedStrings | None = None,
+    dense: bool = False,
 ) -> Encoded:
     """A chunk of a rank that holds only what differs from the role."""
-    encoder = _Encoder(table, rows, shared)
+    encoder = ChunkEncoder(table, rows, shared, laps=laps_of(rows) if dense else None)
     different: list[ColumnSpec] = []
     for difference in template.differences(rows):
         if difference.same:
@@ -92,7 +95,7 @@ def encode_members(
     differences: Sequence[Sequence[Difference]],
 ) -> Encoded:
     """One chunk of several ranks (rising) that differ from the role by shifts and maps only."""
-    encoder = _Encoder(table, template.rows)
+    encoder = ChunkEncoder(table, template.rows)
     changed: dict[str, tuple[int, int]] = {}
     for column in zip(*differences, strict=True):
         spec = column[0].spec
@@ -169,11 +172,13 @@ def _stored_bytes(streams: Sequence[tuple[Stream, Any]]) -> int:
     return sum(stream.stored_length for stream, _ in streams)
 
 
-class _Encoder:
-    """Collects the streams of one chunk."""
+class ChunkEncoder:
+    """Collects the streams of one chunk; `laps`, for times as format 1.1 has them, says how far apart like rows are."""
 
-    def __init__(self, table: TableKind, rows: Rows, shared: SharedStrings | None = None) -> None:
-        self._table, self._rows = table, rows
+    def __init__(
+        self, table: TableKind, rows: Rows, shared: SharedStrings | None = None, *, laps: Sequence[int] | None = None
+    ) -> None:
+        self._table, self._rows, self._laps = table, rows, laps
         self._shared = shared if shared is not None and _uses(rows, shared) else None
         self._streams: list[tuple[Stream, bytes | memoryview]] = []
         self._strings: dict[str, int] = {}
@@ -202,7 +207,8 @@ class _Encoder:
     def add_different(self, specs: Sequence[ColumnSpec], template: Template) -> None:
         """Adds columns of which nothing is left but their own values, or differences to the role's."""
         begun = len(self._streams)
-        paired = self.add_interval(self._rows) if set(_INTERVAL) <= {spec.name for spec in specs} else ()
+        near = template.rows.columns.get(_INTERVAL[0])
+        paired = self.add_interval(self._rows, near) if set(_INTERVAL) <= {spec.name for spec in specs} else ()
         together = self._streams[begun:]
         del self._streams[begun:]
         apart = 0
@@ -214,7 +220,7 @@ class _Encoder:
         if paired and _stored_bytes(together) < _stored_bytes(self._streams[begun:apart]):
             self._streams[begun:apart] = together
 
-    def add_interval(self, rows: Rows) -> tuple[str, ...]:
+    def add_interval(self, rows: Rows, near: Any = None) -> tuple[str, ...]:
         """Adds start_ns and end_ns together where that can be done; returns the columns that were added."""
         specs = {spec.name: spec for spec in rows.specs if spec.name in _INTERVAL}
         if len(specs) < 2:
@@ -233,7 +239,16 @@ class _Encoder:
         which = ended if begun is None or ended is None else ended[begun]
         ends = end if ended is None else end[ended]
         ids = (start_spec.column_id, end_spec.column_id)
-        self._streams += encode_interval(values, ends, columns=ids, part=StreamPart.VALUES, ended=which)
+        if self._laps is None:
+            self._streams += encode_interval(values, ends, columns=ids, part=StreamPart.VALUES, ended=which)
+            return _INTERVAL
+        known = None if near is None else present(start_spec, near)
+        if near is not None:
+            near = wide(start_spec, near if known is None else near[known]) if same_rows(begun, known) else None
+        streams = dense_interval(values, ends, columns=ids, ended=which, laps=self._laps, near=near)
+        if streams[0][0].encoding == Encoding.ROLE_DIFFERENCE and begun is not None:
+            self._streams = [s for s in self._streams if s[0].column != ids[0]]  # the role says which rows have one
+        self._streams += streams
         return _INTERVAL
 
     def add_shift(self, spec: ColumnSpec, shifts: Sequence[int]) -> None:

@@ -16,37 +16,40 @@ from numpy.typing import NDArray
 
 from prismtrace import container, metas
 from prismtrace.container import RecordKind
-from prismtrace.decoder import ChunkDecoder
+from prismtrace.decoder import ChunkDecoder, Into
 from prismtrace.entries import CHUNK_ENTRY, ChunkMeta, chunk_entry, ranks_of
-from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError
+from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError
 from prismtrace.index import Index
 from prismtrace.model import ROLE_RANK, ColumnSpec, TableKind
 from prismtrace.source import Source
+from prismtrace.stacked import StackedChunk
 from prismtrace.strings import parse_strings
 from prismtrace.tables import Column
 
 _HEAD_BYTES: Final = 1 << 12
 _WHOLE_BYTES: Final = 1 << 14
 _FEW_COLUMNS: Final = 6
-_KEPT_ROLES: Final = 4
+_KEPT_ROLES: Final = 8
 _KEPT_STRINGS: Final = 4
 _KEPT_CHUNKS: Final = 8
 
 
 class _Loaded(NamedTuple):
-    """A chunk whose header was read. `tables` are its decoded maps and shifts by column."""
+    """A chunk whose header was read. `tables` are its decoded maps and shifts by column, `stacks` its decoded rows."""
 
     meta: ChunkMeta
     fetch: Callable[[int, int], memoryview]
     data_offset: int
     ranks: NDArray[np.int64]
     tables: dict[int, NDArray[np.int64]]
+    stacks: list[StackedChunk]
 
 
 class ChunkReader:
     """Decodes chunks of one file. Safe to use from several threads."""
 
-    def __init__(self, source: Source, index: Index, *, payload: Callable[[bytes], bytes]) -> None:
+    def __init__(self, source: Source, index: Index, *, payload: Callable[[bytes], bytes], max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         self._source, self._index, self._path, self._payload = source, index, source.name, payload
         self._strings: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._roles: OrderedDict[int, ChunkDecoder] = OrderedDict()
@@ -54,23 +57,56 @@ class ChunkReader:
         self._lock = threading.Lock()
 
     def columns(
-        self, entry: Any, rank: int, specs: list[ColumnSpec], selected: frozenset[str] | None
+        self,
+        entry: Any,
+        rank: int,
+        specs: list[ColumnSpec],
+        selected: frozenset[str] | None,
+        into: Into | None = None,
     ) -> tuple[dict[str, Column], tuple[ColumnSpec, ...]]:
         """Columns of a chunk for one rank, and the description of the named ones. `selected`: names, None = all."""
-        decoder = self._decoder(entry, rank, whole=selected is None or len(specs) > _FEW_COLUMNS)
+        whole = selected is None or len(specs) > _FEW_COLUMNS
+        loaded = self._of_several(entry) if entry["num_ranges"] else self._load(entry, whole=whole)
+        place = self._place(loaded, entry, rank)
+        if loaded.meta.stacked:
+            return self._stack(loaded, entry, rank, len(specs)).columns(place, specs, selected)
+        decoder = self._decoder_of(loaded, entry, rank, place, into)
         columns = decoder.decode(specs, selected)
         return columns, decoder.named_specs(columns)
 
-    def _decoder(self, entry: Any, rank: int, *, whole: bool) -> ChunkDecoder:
-        loaded = self._of_several(entry) if entry["num_ranges"] else self._load(entry, whole=whole)
-        meta, template, place = loaded.meta, None, 0
+    def forget(self) -> None:
+        """Drops what is kept. What is kept refers back to this object, so this also lets go of it at once."""
+        with self._lock:
+            for kept in (self._strings, self._roles, self._kept):
+                kept.clear()
+
+    def _stack(self, loaded: _Loaded, entry: Any, rank: int, num_columns: int) -> StackedChunk:
+        """The columns of all ranks of a chunk, which are decoded together."""
+        size = loaded.meta.num_rows * len(loaded.ranks) * 8 * max(1, num_columns)
+        if size > self._max_bytes:
+            message = f"the ranks of a stacked chunk need up to {size} bytes, the limit is {self._max_bytes}"
+            raise TraceLimitError(message, path=self._path, offset=int(entry["offset"]))
+        if not loaded.stacks:
+            decoder = self._decoder_of(loaded, entry, rank, None)
+            loaded.stacks.append(StackedChunk(decoder, num_rows=loaded.meta.num_rows))
+        return loaded.stacks[0]
+
+    def _place(self, loaded: _Loaded, entry: Any, rank: int) -> int:
+        """Which of the chunk's ranks a rank is; 0 where it has one rank only."""
+        if not loaded.meta.ranges:
+            return 0
+        place = int(loaded.ranks.searchsorted(rank))
+        if place == len(loaded.ranks) or loaded.ranks[place] != rank:
+            message = f"the index says that the chunk counts for rank {rank}, it does not"
+            raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
+        return place
+
+    def _decoder_of(
+        self, loaded: _Loaded, entry: Any, rank: int, place: int | None, into: Into | None = None
+    ) -> ChunkDecoder:
+        meta, template = loaded.meta, None
         if rank != ROLE_RANK and meta.role:
             template = self._template(meta, int(entry["offset"]))
-        if meta.ranges:
-            place = int(np.searchsorted(loaded.ranks, rank))
-            if place == len(loaded.ranks) or loaded.ranks[place] != rank:
-                message = f"the index says that the chunk counts for rank {rank}, it does not"
-                raise TraceDataError(message, path=self._path, offset=int(entry["offset"]))
         return ChunkDecoder(
             meta,
             fetch=loaded.fetch,
@@ -80,6 +116,8 @@ class ChunkReader:
             place=place,
             num_ranks=max(1, len(loaded.ranks)),
             tables=loaded.tables,
+            keep=rank == ROLE_RANK,
+            into=into,
             shared=lambda: self._shared_strings(meta.strings, int(entry["offset"])),
         )
 
@@ -127,7 +165,7 @@ class ChunkReader:
             if known is not None:
                 self._roles.move_to_end(key)
                 return known
-        decoder = self._decoder(here, ROLE_RANK, whole=False)
+        decoder = self._decoder_of(self._load(here, whole=False), here, ROLE_RANK, 0)
         with self._lock:
             self._roles[key] = decoder
             while len(self._roles) > _KEPT_ROLES:
@@ -166,4 +204,4 @@ class ChunkReader:
                 return head[start : start + size]
             return self._source.read_at(data_offset + start, size)
 
-        return _Loaded(meta, fetch, data_offset, ranks_of(meta.ranges), {})
+        return _Loaded(meta, fetch, data_offset, ranks_of(meta.ranges), {}, [])

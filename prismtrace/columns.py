@@ -28,6 +28,14 @@ ColumnInput = Sequence[Any] | NDArray[Any] | DictionaryColumn[Any] | ListColumn
 ColumnsInput = Mapping[str, ColumnInput | None] | Table
 _T = ColumnType
 
+VALUE_RANGES: Final[dict[ColumnType, tuple[int, int]]] = {
+    ColumnType.UINT8: (0, 255),
+    ColumnType.BOOL: (0, 1),
+    ColumnType.INT32: (-(1 << 31), (1 << 31) - 1),
+    ColumnType.INT64: (-(1 << 63), (1 << 63) - 1),
+}
+"""The smallest and largest value of the types of integers."""
+
 
 @dataclass(frozen=True)
 class Rows:

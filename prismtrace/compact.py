@@ -22,6 +22,7 @@ from prismtrace.reader import TraceReader
 from prismtrace.rewriting import atomic_output
 from prismtrace.roles import Difference, Template
 from prismtrace.source import TraceInput
+from prismtrace.stacking import ROWS_PER_STACK, encode_stack, stacks
 from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
 from prismtrace.writer import TraceWriter
 
@@ -31,6 +32,8 @@ _STRUCTURE: Final = (
 )  # fmt: skip
 _TIMES: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns", "memory_bytes")
 _TABLES: Final = tuple(COLUMNS)
+_FEW_RANKS: Final = 4
+_BATCH_ROWS: Final = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,12 @@ class CompactReport:
 
 
 def compact(
-    source: TraceInput, output: str | os.PathLike[str], *, overwrite: bool = False, min_ranks: int = 2
+    source: TraceInput,
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    min_ranks: int = 2,
+    dense: bool = True,
 ) -> CompactReport:
     """Writes the trace `source` to `output` with roles; `output` appears only when it is complete.
 
@@ -56,7 +64,9 @@ def compact(
         source: a finished trace.
         output: the file to create.
         overwrite: replaces a file that exists.
-        min_ranks: how many ranks of one structure make a role.
+        min_ranks: how many ranks of one structure make a role; four where they have few rows and no times in common.
+        dense: uses what format 1.1 added: ranks with few rows go into one chunk, times take fewer bits. Readers of
+            format 1.0 refuse such files.
 
     Raises:
         TraceFormatError: the source is broken.
@@ -64,12 +74,16 @@ def compact(
     """
     with TraceReader(source) as reader, atomic_output(os.fspath(output), overwrite=overwrite) as temporary:
         with TraceWriter(
-            temporary, graph_kind=reader.graph_kind, world_size=reader.world_size, metadata=reader.metadata
+            temporary,
+            graph_kind=reader.graph_kind,
+            world_size=reader.world_size,
+            metadata=reader.metadata,
+            dense=dense,
         ) as writer:
             writer.add_groups(reader.groups.values())
             for digest in reader.payload_digests:
                 writer.add_payload(reader.payload(digest))
-            report = _Compaction(reader, writer).run(min_ranks)
+            report = _Compaction(reader, writer, dense=dense).run(min_ranks)
         if isinstance(source, str | os.PathLike) and os.path.getsize(temporary) >= reader.readable_bytes:
             shutil.copyfile(source, temporary)
             return replace(report, is_copy=True)
@@ -79,8 +93,8 @@ def compact(
 class _Compaction:
     """One run: the ranks of one structure after the other."""
 
-    def __init__(self, reader: TraceReader, writer: TraceWriter) -> None:
-        self._reader, self._writer = reader, writer
+    def __init__(self, reader: TraceReader, writer: TraceWriter, *, dense: bool) -> None:
+        self._reader, self._writer, self._dense = reader, writer, dense
         self._num_members, self._num_shared = 0, 0
 
     def run(self, min_ranks: int) -> CompactReport:
@@ -89,16 +103,23 @@ class _Compaction:
         for rank in self._reader.ranks:
             structure, times = self._digests(rank)
             classes.setdefault(structure, {}).setdefault(times, []).append(rank)
-        num_roles = 0
+        num_roles, alone = 0, []
         for structure, by_times in classes.items():
-            for is_role, ranks in _roles(by_times, min_ranks if structure else 1 << 31):
+            for is_role, ranks in _roles(by_times, self._least(by_times, min_ranks) if structure else 1 << 31):
                 if not is_role:
-                    for rank in ranks:
-                        self._write_alone(rank)
+                    alone += ranks
                 else:
                     self._write_role(ranks)
                     num_roles += 1
+        for table in _TABLES:
+            self._write_alone(table, sorted(alone))
         return CompactReport(len(self._reader.ranks), num_roles, self._num_members, self._num_shared)
+
+    def _least(self, by_times: dict[bytes, list[int]], min_ranks: int) -> int:
+        """How many ranks make a role: more where their rows are few and go into one chunk with those of others."""
+        ranks = [rank for alike in by_times.values() for rank in alike]
+        small = self._dense and 0 < self._reader.num_units(ranks[0]) <= ROWS_PER_STACK // 2
+        return max(min_ranks, _FEW_RANKS) if small and len(by_times) == len(ranks) else min_ranks
 
     def _digests(self, rank: int) -> tuple[bytes, bytes]:
         """Digests of what makes ranks alike, and of their times from the first one on; empty where nothing can be."""
@@ -117,10 +138,30 @@ class _Compaction:
             times.update((column[present] - base).tobytes())
         return structure.digest(), times.digest()
 
-    def _write_alone(self, rank: int) -> None:
-        for table in _TABLES:
-            for first, rows in self._pieces(table, rank):
-                self._writer.put_rows(table, rank, first, rows)
+    def _write_alone(self, table: TableKind, ranks: list[int]) -> None:
+        """Writes one table of ranks without a role: those with few rows together."""
+        for batch in self._batches(table, ranks):
+            whole = [(rank, pieces[0][1]) for rank, pieces in batch if len(pieces) == 1 and pieces[0][0] == 0]
+            found = stacks(whole)[0] if self._dense else []
+            for members in found:
+                self._writer.put(encode_stack(table, members, first_row=0))
+            stacked = {rank for members in found for rank, _ in members}
+            for rank, pieces in batch:
+                for first, rows in pieces if rank not in stacked else ():
+                    self._writer.put_rows(table, rank, first, rows)
+
+    def _batches(self, table: TableKind, ranks: list[int]) -> Iterator[list[tuple[int, list[tuple[int, Rows]]]]]:
+        """The rows of ranks, of so many at a time as can be kept in memory."""
+        batch: list[tuple[int, list[tuple[int, Rows]]]] = []
+        num_rows = 0
+        for rank in ranks:
+            batch.append((rank, list(self._pieces(table, rank))))
+            num_rows += sum(rows.num_rows for _, rows in batch[-1][1])
+            if num_rows > _BATCH_ROWS:
+                yield batch
+                batch, num_rows = [], 0
+        if batch:
+            yield batch
 
     def _pieces(self, table: TableKind, rank: int) -> Iterator[tuple[int, Rows]]:
         """The rows of a rank in pieces without gaps, each with the number of its first row."""
@@ -176,6 +217,7 @@ class _Compaction:
         """Writes one table of all ranks of a role; returns those that needed no chunk of their own."""
         num_rows = sum(template.rows.num_rows for template in templates)
         blocks: list[tuple[int, list[list[Difference]]]] = []
+        own: list[int] = []
         for rank in ranks:
             pieces = list(self._pieces(table, rank))
             fits = len(pieces) == 1 and pieces[0][0] == templates[0].first_row and pieces[0][1].num_rows == num_rows
@@ -191,11 +233,9 @@ class _Compaction:
             if all(_is_small(item) for piece in found for item in piece):
                 blocks.append((rank, found))
             else:
-                self._writer.put_member(table, rank, rows, role=role, templates=templates)
-        blocks, alone = _one_way(blocks)
-        for rank in alone:
-            rows = normalise(table, self._table(table, rank))
-            self._writer.put_member(table, rank, rows, role=role, templates=templates)
+                own.append(rank)
+        blocks, left = _one_way(blocks)
+        self._write_own(table, role, sorted(own + left), templates)
         blocks.sort(key=lambda block: block[0])
         if blocks:
             for number, template in enumerate(templates):
@@ -210,6 +250,20 @@ class _Compaction:
                     )
                 )
         return {rank for rank, _ in blocks}
+
+    def _write_own(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> None:
+        """Writes one table of ranks of a role that have values of their own: those with few rows together."""
+        for batch in self._batches(table, ranks):
+            rows_of = {rank: pieces[0][1] for rank, pieces in batch}
+            found, alone = (
+                stacks(list(rows_of.items())) if self._dense and len(templates) == 1 else ([], list(rows_of.items()))
+            )
+            for members in found:
+                first = templates[0].first_row
+                stack = encode_stack(table, members, first_row=first, role=role, template=templates[0])
+                self._writer.put(stack)
+            for rank, rows in alone:
+                self._writer.put_member(table, rank, rows, role=role, templates=templates)
 
 
 def _content(column: Column) -> bytes:

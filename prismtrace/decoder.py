@@ -12,41 +12,43 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Encoding, StreamPart
-from prismtrace.columns import MAX_LIST_VALUES
+from prismtrace.chunkstreams import ChunkStreams
+from prismtrace.columns import MAX_LIST_VALUES, VALUE_RANGES
 from prismtrace.dictionaries import Dictionaries, add_up
 from prismtrace.encoding import (
+    NARROW,
+    ZIGZAG,
     Stream,
     apply_differences,
     check_stream,
     decode_floats,
     decode_integers,
+    decode_narrow,
     decode_zigzag,
-    stream_bytes,
 )
 from prismtrace.entries import ChunkMeta
-from prismtrace.errors import TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError, reading
+from prismtrace.errors import TraceFormatError, TraceLimitError, TraceVersionError, reading
+from prismtrace.members import replaced, shifted, table_size
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.roles import INTEGERS
-from prismtrace.tables import Column, DictionaryColumn, ListColumn
+from prismtrace.tables import Column, DictionaryColumn, frozen_column, list_column
 from prismtrace.ticks import FLOAT32_SHIFT
 
 _NOTHING: Final[frozenset[int]] = frozenset()
 _ROLE_PARTS: Final = frozenset((StreamPart.MAP, StreamPart.SHIFT))
-_KNOWN_PARTS: Final = _ROLE_PARTS | {StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS}
+_KNOWN_PARTS: Final = _ROLE_PARTS | {StreamPart.VALUES, StreamPart.VALIDITY, StreamPart.LENGTHS, StreamPart.BITS}
 
-_RANGES: Final[dict[ColumnType, tuple[int, int]]] = {
-    ColumnType.UINT8: (0, 255),
-    ColumnType.BOOL: (0, 1),
-    ColumnType.INT32: (-(1 << 31), (1 << 31) - 1),
-    ColumnType.INT64: (-(1 << 63), (1 << 63) - 1),
-}
+Into = Callable[[str, "np.dtype[Any]"], "NDArray[Any] | None"]
+"""Gives the place for the rows of a column, by name and type, where there is one already."""
 
 
-class ChunkDecoder:
+class ChunkDecoder(ChunkStreams):
     """Decodes chosen columns of one chunk. `fetch(start, length)` returns bytes of its data section.
 
     `template` decodes the chunk of the role with the same rows, for a chunk of ranks that have one; `place` is the
-    rank that is read, as its position among the `num_ranks` ranks of the chunk; `shared` gives the shared strings.
+    rank that is read, as its position among the `num_ranks` ranks of the chunk: None for the rows of all ranks of a
+    stacked chunk, one after the other. `keep` keeps decoded columns for the next one who asks; `shared` gives the
+    shared strings.
     """
 
     def __init__(
@@ -57,37 +59,29 @@ class ChunkDecoder:
         path: str,
         data_offset: int,
         template: ChunkDecoder | None = None,
-        place: int = 0,
+        place: int | None = 0,
         num_ranks: int = 1,
         tables: dict[int, NDArray[np.int64]] | None = None,
+        keep: bool = False,
+        into: Into | None = None,
         shared: Callable[[], tuple[str, ...]] = tuple,
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
-        self._meta, self._fetch, self._path, self._data_offset = meta, fetch, path, data_offset
+        super().__init__(meta, fetch=fetch, path=path, data_offset=data_offset)
+        self._meta = meta
         self._template, self._place, self._num_ranks = template, place, num_ranks
         self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
-        self._streams: dict[tuple[int, int], tuple[Stream, int]] = {}
+        self._into = into
+        self._repeat = num_ranks if place is None else 1
+        self._num_rows = meta.num_rows * self._repeat
+        self._kept: dict[str, Column] | None = {} if keep else None
         self._integers: dict[int, NDArray[np.int64]] = {}
         self._numbers: dict[int, NDArray[np.int64]] = {}  # of differences that are needed twice
-        self._valid: dict[int, NDArray[np.bool_] | None] = {}
+        self._valid: dict[int | str, NDArray[np.bool_] | None] = {}
         self._bounds: dict[int, tuple[int, int]] = {}
         self._masks: dict[bytes, NDArray[np.bool_]] = {}
         self._places: dict[int, NDArray[np.int64]] = {}
-        position = 0
-        for stream in meta.streams:
-            key = (stream.column, stream.part)
-            if key in self._streams:
-                raise self._error(f"two streams of part {stream.part} for column {stream.column}")
-            self._streams[key] = (stream, position)
-            position += stream.stored_length
-        self.data_length = position
-        self._parts: dict[int, frozenset[int]] = {}
-        for column, part in self._streams:
-            self._parts[column] = self._parts.get(column, frozenset()) | {part}
         self._dictionaries = Dictionaries(self._streams, path=path, offset=data_offset, shared=shared)
-
-    def _error(self, message: str, position: int = 0) -> TraceDataError:
-        return TraceDataError(message, path=self._path, offset=self._data_offset + position)
 
     def decode(self, specs: Collection[ColumnSpec], named: frozenset[str] | None) -> dict[str, Column]:
         """The columns of `specs` that the chunk or its role holds, and those of the named ones (None = all)."""
@@ -105,16 +99,6 @@ class ChunkDecoder:
         """The named columns among decoded ones."""
         every = {**(self._template.named if self._template else {}), **self.named}
         return tuple(spec for name, spec in every.items() if name in columns)
-
-    def _raw(self, column: int, part: int) -> tuple[Stream, bytes, int] | None:
-        found = self._streams.get((column, part))
-        if found is None:
-            return None
-        stream, position = found
-        offset = self._data_offset + position
-        check_stream(stream, path=self._path, offset=offset)
-        stored = self._fetch(position, stream.stored_length)
-        return stream, stream_bytes(stream, stored, path=self._path, offset=offset), offset
 
     def _own(self, spec: ColumnSpec) -> frozenset[int]:
         """The parts that the chunk itself has of a column; empty for a column that only the role has."""
@@ -140,14 +124,19 @@ class ChunkDecoder:
 
     def _validity(self, spec: ColumnSpec) -> NDArray[np.bool_] | None:
         if self._template is not None and self._differs(spec) and (role := self._of_role(spec)):
-            return role[0]._validity(role[1])
+            known = role[0]._validity(role[1])
+            if known is None or self._repeat == 1:
+                return known
+            if spec.name not in self._valid:
+                self._valid.setdefault(spec.name, np.tile(known, self._repeat))
+            return self._valid[spec.name]
         if spec.column_id in self._valid:
             return self._valid[spec.column_id]
         found = self._raw(spec.column_id, StreamPart.VALIDITY)
         valid: NDArray[np.bool_] | None = None
         if found is not None:
             stream, raw, offset = found
-            rows = self._meta.num_rows
+            rows = self._num_rows
             if stream.encoding != Encoding.PLAIN or stream.width != 1 or stream.num_values != (rows + 7) // 8:
                 raise TraceFormatError(f"validity of column {spec.name}", path=self._path, offset=offset)
             valid = self._masks.get(raw)
@@ -159,20 +148,31 @@ class ChunkDecoder:
                 valid = self._masks.setdefault(raw, bits[:rows].view(np.bool_))
         return self._valid.setdefault(spec.column_id, valid)  # one object for all threads: _places knows it by id
 
+    def has_own(self, spec: ColumnSpec) -> bool:
+        """Whether the chunk has streams of a column itself, and not its role alone."""
+        return bool(self._own(spec))
+
     def _column(self, spec: ColumnSpec) -> Column | None:
         parts = self._own(spec)
         if not parts:
             role = self._of_role(spec)
             return role[0]._column(role[1]) if role else None
+        if self._kept is None:
+            return self._decoded(spec, parts)
+        if spec.name not in self._kept:
+            self._kept.setdefault(spec.name, frozen_column(self._decoded(spec, parts)))
+        return self._kept[spec.name]
+
+    def _decoded(self, spec: ColumnSpec, parts: frozenset[int]) -> Column:
         self._check(spec, parts)
         if spec.type is ColumnType.LIST_INT64:
             return self._lists(spec)
         if spec.type is ColumnType.FLOAT64:
             return self._floats(spec)
-        values = self._integer_values(spec)
         if spec.type in (ColumnType.STRING, ColumnType.DIGEST):
-            return self._dictionary(spec, values)
-        return self._typed(spec, values)
+            return self._dictionary(spec, self._integer_values(spec))
+        narrow = self._narrow(spec)
+        return self._typed(spec, self._integer_values(spec)) if narrow is None else self._whole(spec, narrow)
 
     def _check(self, spec: ColumnSpec, parts: frozenset[int]) -> None:
         """Refuses streams that do not go together, or not with the column."""
@@ -183,6 +183,10 @@ class ChunkDecoder:
             self._check_role_parts(spec, parts)
         elif (StreamPart.LENGTHS in parts) != (spec.type is ColumnType.LIST_INT64):
             raise self._error(f"column {spec.name}: lengths do not fit its type")
+        if StreamPart.BITS in parts:
+            values = self._streams.get((spec.column_id, StreamPart.VALUES))
+            if values is None or values[0].encoding not in ZIGZAG or spec.type not in INTEGERS:
+                raise self._error(f"column {spec.name} has bits of numbers without their lengths")
         if not spec.optional and StreamPart.VALIDITY in parts:
             raise self._error(f"column {spec.name} must have a value in every row")
 
@@ -190,14 +194,14 @@ class ChunkDecoder:
         """Refuses maps, shifts and differences without a role's column to apply them to, or beside each other."""
         if not parts & (_ROLE_PARTS | {StreamPart.VALUES}):
             raise self._error(f"column {spec.name} has no values")
-        if len(parts) != 1 or spec.type not in INTEGERS:
+        if len(parts - {StreamPart.BITS}) != 1 or spec.type not in INTEGERS:
             raise self._error(f"column {spec.name}: streams that do not go together")
         if self._of_role(spec) is None:
             raise self._error(f"column {spec.name} refers to a role that does not have it")
 
     def _count(self, spec: ColumnSpec) -> int:
         valid = self._validity(spec)
-        return self._meta.num_rows if valid is None else int(np.count_nonzero(valid))
+        return self._num_rows if valid is None else int(np.count_nonzero(valid))
 
     def _integer_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
         """The values of the rows that have one, those of the role included."""
@@ -205,12 +209,32 @@ class ChunkDecoder:
         if not parts:
             role = self._of_role(spec)
             assert role is not None
-            return role[0]._integer_values(role[1])
+            return self._for_each(role[0]._integer_values(role[1]))
         if spec.column_id in self._integers:
             return self._integers[spec.column_id]
         values = self._of_ranks(spec) if parts & _ROLE_PARTS else self._stored_values(spec)
         self._integers[spec.column_id] = values
         return values
+
+    def _for_each(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Values of the role for each rank of a stacked chunk."""
+        return values if self._repeat == 1 else np.tile(values, self._repeat)
+
+    def _narrow(self, spec: ColumnSpec) -> NDArray[Any] | None:
+        """The values of the rows that have one in the type of the column, where the stream gives them at once."""
+        key = (spec.column_id, int(StreamPart.VALUES))
+        if key not in self._streams or self._streams[key][0].encoding not in NARROW or spec.type is ColumnType.UINT64:
+            return None
+        stream, raw, _ = self._counted(spec)
+        return decode_narrow(stream, raw, spec.type.dtype)
+
+    def _counted(self, spec: ColumnSpec) -> tuple[Stream, bytes, int]:
+        """The VALUES stream of a column, which has as many values as there are rows with one."""
+        found = self._raw(spec.column_id, StreamPart.VALUES)
+        assert found is not None
+        if found[0].num_values != self._count(spec):
+            raise self._error(f"column {spec.name}: {found[0].num_values} values for {self._count(spec)} rows")
+        return found
 
     def _stored_values(self, spec: ColumnSpec) -> NDArray[np.int64]:
         stream, position = self._streams[spec.column_id, StreamPart.VALUES]
@@ -227,10 +251,11 @@ class ChunkDecoder:
         elif stream.encoding == Encoding.CONTINUED:
             reference = self._lengths(spec, stream)
         elif stream.encoding == Encoding.ROLE_DIFFERENCE and (role := self._of_role(spec)):
-            reference = role[0]._integer_values(role[1])
+            reference = self._for_each(role[0]._integer_values(role[1]))
         found = self._raw(spec.column_id, StreamPart.VALUES)
         assert found is not None
-        return decode_integers(stream, found[1], path=self._path, offset=found[2], reference=reference)
+        bits = self._bits(spec.column_id, stream)
+        return decode_integers(stream, found[1], path=self._path, offset=found[2], reference=reference, bits=bits)
 
     def _lengths(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64]:
         """Ticks from each value of a column to the value of the column that continues it in the same row."""
@@ -240,7 +265,9 @@ class ChunkDecoder:
             raise self._error(f"column {spec.name} is continued by column {stream.reference}")
         if found[0].reference != spec.column_id or found[0].num_values != self._count(other):
             raise self._error(f"column {spec.name} and column {other.name} do not belong together")
-        lengths = self._numbers[stream.reference] = decode_zigzag(found[0], found[1])
+        lengths = self._numbers[stream.reference] = decode_zigzag(
+            found[0], found[1], self._bits(stream.reference, found[0])
+        )
         if found[0].tick != stream.tick:
             if found[0].shift or stream.shift == FLOAT32_SHIFT:
                 raise self._error(f"column {spec.name} is continued by a column of other ticks")
@@ -248,10 +275,10 @@ class ChunkDecoder:
         mine, theirs = self._validity(spec), self._validity(other)
         if theirs is None and mine is None:
             return lengths
-        theirs = np.ones(self._meta.num_rows, np.bool_) if theirs is None else theirs
+        theirs = np.ones(self._num_rows, np.bool_) if theirs is None else theirs
         if mine is not None and (theirs & ~mine).any():
             raise self._error(f"column {other.name} has values where column {spec.name} has none")
-        full = np.zeros(self._meta.num_rows, np.int64)
+        full = np.zeros(self._num_rows, np.int64)
         full[theirs] = lengths
         return full if mine is None else full[mine]
 
@@ -261,30 +288,24 @@ class ChunkDecoder:
         return next((o for o in specs if o.column_id == column and o.type is ColumnType.INT64), None)
 
     def _of_ranks(self, spec: ColumnSpec) -> NDArray[np.int64]:
-        """The role's values, shifted or mapped for this rank."""
+        """The role's values, shifted or mapped for this rank, or for all ranks of a stacked chunk."""
         role = self._of_role(spec)
         assert role is not None
-        values = role[0]._integer_values(role[1])
         part = StreamPart.SHIFT if (spec.column_id, StreamPart.SHIFT) in self._streams else StreamPart.MAP
         stream = self._streams[spec.column_id, part][0]
-        size = 1 if part == StreamPart.SHIFT else 1 + self._num_ranks
-        num, rest = divmod(stream.num_values, self._num_ranks if part == StreamPart.SHIFT else size)
-        if rest or (part == StreamPart.SHIFT and num != 1):
+        num = table_size(stream.num_values, self._num_ranks, mapped=part == StreamPart.MAP)
+        if not num:
             raise self._error(f"column {spec.name}: {stream.num_values} values for {self._num_ranks} ranks")
         if spec.column_id not in self._tables:
             found = self._raw(spec.column_id, part)
             assert found is not None
             self._tables[spec.column_id] = decode_integers(stream, found[1], path=self._path, offset=found[2])
-        table = self._tables[spec.column_id]
+        values, table, place = role[0]._integer_values(role[1]), self._tables[spec.column_id], self._place
         if part == StreamPart.SHIFT:
-            return values + np.int64(table[self._place])
-        before, after = table[:num], table[num:].reshape(num, self._num_ranks)[:, self._place]
-        order = np.argsort(before)
-        before, after = before[order], after[order]
-        if num == 0 or (before[1:] == before[:-1]).any():
-            raise self._error(f"column {spec.name}: a map that is empty or has a value twice")
-        place = np.searchsorted(before, values).clip(0, num - 1)
-        mapped: NDArray[np.int64] = np.where(before[place] == values, after[place], values)
+            return shifted(values, table, place)
+        mapped = replaced(values, table, num, place)
+        if mapped is None:
+            raise self._error(f"column {spec.name}: a map that has a value twice")
         return mapped
 
     def _reference(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64] | None:
@@ -305,8 +326,8 @@ class ChunkDecoder:
     def _typed(self, spec: ColumnSpec, values: NDArray[np.int64]) -> Column:
         if spec.type is ColumnType.UINT64:
             return values.view(np.uint64)
-        dtype, absent = spec.type.dtype, ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
-        least, most = _RANGES[spec.type]
+        dtype = spec.type.dtype
+        least, most = VALUE_RANGES[spec.type]
         if spec.optional:
             least += 1  # stands for absent
         low, high = self._bounds.get(spec.column_id, (least - 1, most))
@@ -314,18 +335,25 @@ class ChunkDecoder:
             low, high = int(values.min()), int(values.max())
             if low < least or high > most:
                 raise self._error(f"column {spec.name} has values in {low} .. {high}")
-        typed = values.astype(dtype, copy=False)
+        return self._whole(spec, values.astype(dtype, copy=False))
+
+    def _whole(self, spec: ColumnSpec, values: NDArray[Any]) -> NDArray[Any]:
+        """A column of all rows from the values of those that have one."""
         valid = self._validity(spec)
         if valid is None:
-            return typed
-        return self._spread(typed, valid, absent)
+            return values
+        absent = ABSENT32 if spec.type is ColumnType.INT32 else ABSENT
+        return self._spread(values, valid, absent, self._into and self._into(spec.name, values.dtype))
 
-    def _spread(self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float) -> NDArray[Any]:
+    def _spread(
+        self, values: NDArray[Any], valid: NDArray[np.bool_], absent: float, full: NDArray[Any] | None = None
+    ) -> NDArray[Any]:
         """The values in the rows that have one, `absent` in the others."""
         places = self._places.get(id(valid))  # masks live as long as this decoder, or its role's
         if places is None:
             places = self._places[id(valid)] = np.flatnonzero(valid)
-        full = np.full(self._meta.num_rows, absent, values.dtype)
+        full = np.empty(self._num_rows, values.dtype) if full is None else full
+        full.fill(absent)
         full[places] = values
         return full
 
@@ -350,9 +378,8 @@ class ChunkDecoder:
         if len(values) and not 0 <= int(values.min()) <= int(values.max()) < len(dictionary):
             raise self._error(f"column {spec.name}: code outside the dictionary of {len(dictionary)}")
         valid = self._validity(spec)
-        codes = np.full(self._meta.num_rows, -1, np.int32)
-        codes[... if valid is None else valid] = values
-        return DictionaryColumn(codes, dictionary)
+        codes = values.astype(np.int32)
+        return DictionaryColumn(codes if valid is None else self._spread(codes, valid, -1), dictionary)
 
     def _lists(self, spec: ColumnSpec) -> Column:
         lengths = self._raw(spec.column_id, StreamPart.LENGTHS)
@@ -369,10 +396,4 @@ class ChunkDecoder:
             raise self._error(f"column {spec.name}: list lengths do not add up")
         values = decode_integers(data[0], data[1], path=self._path, offset=data[2])
         valid = self._validity(spec)
-        if valid is None:
-            valid = np.ones(self._meta.num_rows, np.bool_)
-        full = np.zeros(self._meta.num_rows, np.int64)
-        full[valid] = sizes
-        offsets = np.zeros(len(full) + 1, np.int64)
-        np.cumsum(full, out=offsets[1:])
-        return ListColumn(offsets, values, valid)
+        return list_column(sizes, values, np.ones(self._num_rows, np.bool_) if valid is None else valid)

@@ -18,17 +18,20 @@ from prismtrace.ticks import ONE, Tick, find_tick
 _SAMPLE_VALUES: Final = 4096
 
 
-def _width_of(span: int) -> int:
+def width_of(span: int) -> int:
+    """Bytes of the smallest integer type that holds `span`."""
     return 1 if span < 1 << 8 else 2 if span < 1 << 16 else 4 if span < 1 << 32 else 8
 
 
-def _shuffled(values: NDArray[Any], width: int) -> bytes:
+def shuffled(values: NDArray[Any], width: int) -> bytes:
+    """The lowest byte of all values, then the second byte of all, and so on."""
     if width == 1:
         return values.astype(np.uint8).tobytes()
     return values.astype(f"<u{width}").view(np.uint8).reshape(-1, width).T.tobytes()
 
 
-def _zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
+def zigzag(values: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Signed numbers as unsigned ones: small ones stay small."""
     return ((values << 1) ^ (values >> 63)).view(np.uint64)
 
 
@@ -50,26 +53,26 @@ def encode_integers(
     tick = find_tick(values) if scalable else ONE
     if reference is not None:
         short = encode_differences(values, reference, column=column, part=part, reference=reference_column)
-        if short[0].width <= _width_of(high - low):
+        if short[0].width <= width_of(high - low):
             return short
     ticks = tick.ticks(values)
     low, high = int(ticks.min()), int(ticks.max())
-    flat_width = _width_of(high - low)
+    flat_width = width_of(high - low)
     if delta:
-        coded = _zigzag(np.diff(ticks, prepend=ticks[:1]))
-        width = _width_of(int(coded.max()))
+        coded = zigzag(np.diff(ticks, prepend=ticks[:1]))
+        width = width_of(int(coded.max()))
         flat = (ticks - low).view(np.uint64)
         if width < flat_width or (width == flat_width and _is_smaller(coded, flat, width)):
-            raw = _shuffled(coded, width)
+            raw = shuffled(coded, width)
             return _stream(raw, column, part, Encoding.DELTA, width, count, base=int(ticks[0]), tick=tick)
-    raw = _shuffled((ticks - low).view(np.uint64), flat_width)
+    raw = shuffled((ticks - low).view(np.uint64), flat_width)
     return _stream(raw, column, part, Encoding.OFFSET, flat_width, count, base=low, tick=tick)
 
 
 def _is_smaller(one: NDArray[Any], other: NDArray[Any], width: int) -> bool:
     """Which of two codings of the same values becomes smaller, by a sample of them."""
     middle = max(0, (len(one) - _SAMPLE_VALUES) // 2)
-    sizes = [len(compress(_shuffled(v[middle : middle + _SAMPLE_VALUES], width))[1]) for v in (one, other)]
+    sizes = [len(compress(shuffled(v[middle : middle + _SAMPLE_VALUES], width))[1]) for v in (one, other)]
     return sizes[0] <= sizes[1]
 
 
@@ -95,13 +98,13 @@ def encode_interval(
     same = last[0].tick == tick
     lengths[... if ended is None else ended] = tick.ticks(end) - tick.ticks(begun) if same else tick.ticks(end - begun)
     gaps = np.diff(ticks, prepend=ticks[:1])
-    alone = _zigzag(gaps)
+    alone = zigzag(gaps)
     gaps[1:] -= lengths[:-1]
-    coded = _zigzag(gaps)
-    width, base = _width_of(int(coded.max())), int(ticks[0])
-    if width > _width_of(int(alone.max())) or not _is_smaller(coded, alone, width):
+    coded = zigzag(gaps)
+    width, base = width_of(int(coded.max())), int(ticks[0])
+    if width > width_of(int(alone.max())) or not _is_smaller(coded, alone, width):
         return encode_integers(start, column=columns[0], part=part, delta=True, scalable=True), last
-    raw, count = _shuffled(coded, width), len(start)
+    raw, count = shuffled(coded, width), len(start)
     kind = (columns[0], part, Encoding.CONTINUED, width, count)
     return _stream(raw, *kind, base=base, reference=columns[1], tick=tick), last
 
@@ -111,8 +114,8 @@ def encode_distinct(values: NDArray[np.int64], *, column: int, part: int) -> Enc
     distinct, codes = _distinct(values)
     if len(distinct) <= 1 or len(distinct) > len(values) // 4:
         return encode_integers(values, column=column, part=part)
-    width = _width_of(len(distinct) - 1)
-    raw = distinct.astype("<i8").tobytes() + _shuffled(codes, width)
+    width = width_of(len(distinct) - 1)
+    raw = distinct.astype("<i8").tobytes() + shuffled(codes, width)
     return _stream(raw, column, part, Encoding.DICTIONARY, width, len(values), base=len(distinct))
 
 
@@ -131,15 +134,15 @@ def encode_differences(
     """
     tick = like if like is not None and like.shift and _fits(like, values, near) else ONE
     if tick.shift:
-        coded = _zigzag(tick.ticks(values) - tick.ticks(near))
+        coded = zigzag(tick.ticks(values) - tick.ticks(near))
     else:
         difference = values - near
         tick = find_tick(difference) if len(difference) else ONE
         tick = tick if tick.shift == 0 else ONE
-        coded = _zigzag(difference // tick.scale if tick.scale != 1 else difference)
-    width = _width_of(int(coded.max())) if len(coded) else 1
+        coded = zigzag(difference // tick.scale if tick.scale != 1 else difference)
+    width = width_of(int(coded.max())) if len(coded) else 1
     encoding = Encoding.DIFFERENCE if reference else Encoding.ROLE_DIFFERENCE
-    raw = _shuffled(coded, width)
+    raw = shuffled(coded, width)
     return _stream(raw, column, part, encoding, width, len(coded), reference=reference, tick=tick)
 
 
@@ -177,7 +180,7 @@ def encode_floats(values: NDArray[np.float64], *, column: int, part: int) -> Enc
     bits = np.ascontiguousarray(values).view(np.int64)
     if len(bits) and (bits == bits[0]).all():
         return _stream(b"", column, part, Encoding.CONSTANT, 0, len(bits), base=int(bits[0]))
-    return _stream(_shuffled(bits.view(np.uint64), 8), column, part, Encoding.SHUFFLED, 8, len(bits))
+    return _stream(shuffled(bits.view(np.uint64), 8), column, part, Encoding.SHUFFLED, 8, len(bits))
 
 
 def encode_bytes(raw: bytes, *, column: int, part: int, width: int = 1) -> Encoded:

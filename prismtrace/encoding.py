@@ -14,6 +14,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from prismtrace._generated.schema import Compression, Encoding, StreamPart
+from prismtrace.bits import unpack
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError, TraceVersionError
 from prismtrace.ticks import MAX_SHIFT, Tick
 
@@ -44,6 +45,12 @@ MAX_STREAM_BYTES: Final = 1 << 28
 REFERRING: Final = frozenset((Encoding.DIFFERENCE, Encoding.ROLE_DIFFERENCE, Encoding.CONTINUED))
 """Encodings whose values need those of another column."""
 
+NARROW: Final = frozenset((Encoding.OFFSET, Encoding.CONSTANT))
+"""Encodings whose values can be had in the type of their column."""
+
+ZIGZAG: Final = REFERRING | {Encoding.DELTA}
+"""Encodings of signed numbers, which may be kept as lengths and bits, and in laps."""
+
 COMPRESSION_LEVEL: Final = 3
 _MIN_COMPRESS_BYTES: Final = 24
 _local = threading.local()
@@ -66,7 +73,7 @@ class Stream(NamedTuple):
     width: int
     shift: int = 0
     reserved_0: int = 0
-    reserved_1: int = 0
+    lap: int = 0
 
     @property
     def tick(self) -> Tick:
@@ -158,6 +165,10 @@ def _expected_length(stream: Stream) -> int:
     return stream.num_values * stream.width + extra
 
 
+def _may_lap(stream: Stream) -> bool:
+    return stream.encoding in ZIGZAG and stream.part == StreamPart.VALUES and stream.lap < stream.num_values
+
+
 def check_stream(stream: Stream, *, path: str, offset: int) -> None:
     """Refuses a descriptor whose sizes do not fit each other, before anything is allocated."""
     if not 1 <= stream.encoding <= Encoding.CONTINUED:
@@ -169,7 +180,7 @@ def check_stream(stream: Stream, *, path: str, offset: int) -> None:
         stream.width == 16 and stream.part != StreamPart.DIGESTS
     ):
         raise TraceFormatError(f"width {stream.width} in encoding {stream.encoding}", path=path, offset=offset)
-    if stream.scale == 0 or stream.reserved_0 or stream.reserved_1:
+    if stream.scale == 0 or stream.reserved_0 or (stream.lap and not _may_lap(stream)):
         raise TraceFormatError("scale 0 or reserved bits in a stream", path=path, offset=offset)
     if stream.shift > MAX_SHIFT:
         raise TraceFormatError(f"shift {stream.shift} in a stream", path=path, offset=offset)
@@ -198,29 +209,34 @@ def decode_integers(
     path: str,
     offset: int,
     reference: NDArray[np.int64] | None = None,
+    bits: bytes | None = None,
 ) -> NDArray[np.int64]:
     """The int64 values of a stream (unsigned columns reinterpreted); arithmetic is modulo 2**64.
 
     `reference`: for DIFFERENCE and ROLE_DIFFERENCE the values of the other column, for CONTINUED the ticks from the
-    start of each row to its end.
+    start of each row to its end. `bits`: the bits of the numbers below the highest, if they are kept apart.
     """
     count, tick = stream.num_values, stream.tick
     if stream.encoding in REFERRING:
         if reference is None or len(reference) != count:
             raise TraceDataError(f"column {stream.column} refers to values that are absent", path=path, offset=offset)
-        return apply_differences(stream, decode_zigzag(stream, raw), reference)
+        return apply_differences(stream, decode_zigzag(stream, raw, bits), reference)
+    if stream.encoding == Encoding.DELTA:
+        values = decode_zigzag(stream, raw, bits)
+        np.cumsum(values, out=values)
+        values += np.int64(stream.base)
+        return tick.values(values)
     return tick.values(_plain_ticks(stream, raw, path=path, offset=offset))
 
 
 def apply_differences(stream: Stream, numbers: NDArray[np.int64], reference: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The values that differences to a reference stand for, as a new array."""
+    """The values that differences to a reference stand for, as a new array; the numbers of CONTINUED are used up."""
     tick = stream.tick
     if stream.encoding == Encoding.CONTINUED:
-        values = numbers.copy()
-        values[1:] += reference[:-1]
-        np.cumsum(values, out=values)
-        values += np.int64(stream.base)
-        return tick.values(values)
+        if len(numbers):
+            numbers[:1] += np.int64(stream.base)
+            numbers[1:] += reference[:-1]
+        return tick.values(np.cumsum(numbers, out=numbers))
     if tick.shift:
         return tick.values(numbers + tick.ticks(reference))
     if tick.scale != 1:
@@ -228,9 +244,24 @@ def apply_differences(stream: Stream, numbers: NDArray[np.int64], reference: NDA
     return numbers + reference
 
 
-def decode_zigzag(stream: Stream, raw: bytes) -> NDArray[np.int64]:
-    """The signed numbers of a stream of differences, as a new array."""
-    return _unzigzag(_unshuffled(raw, stream.width, stream.num_values))
+def decode_zigzag(stream: Stream, raw: bytes, bits: bytes | None = None) -> NDArray[np.int64]:
+    """The signed numbers of a stream of differences, as a new array. `bits`: as in `decode_integers`."""
+    if bits is None:
+        numbers = _unzigzag(_unshuffled(raw, stream.width, stream.num_values))
+    elif stream.width != 1:
+        raise ValueError(f"numbers of {stream.width} bytes beside their bits")
+    else:
+        numbers = _unzigzag(unpack(raw, bits, stream.num_values))
+    return _without_laps(numbers, stream.lap) if stream.lap else numbers
+
+
+def _without_laps(numbers: NDArray[np.int64], lap: int) -> NDArray[np.int64]:
+    """Numbers, each of which was kept as the difference to the one a lap before."""
+    whole = len(numbers) // lap * lap
+    table = numbers[:whole].reshape(-1, lap)
+    np.cumsum(table, axis=0, out=table)
+    numbers[whole:] += numbers[whole - lap : whole][: len(numbers) - whole]
+    return numbers
 
 
 def _plain_ticks(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArray[np.int64]:
@@ -242,11 +273,6 @@ def _plain_ticks(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArr
         return np.frombuffer(raw, f"<i{width}", count).astype(np.int64)
     if stream.encoding == Encoding.SHUFFLED:
         return _unshuffled(raw, width, count).view(f"<i{width}").astype(np.int64)
-    if stream.encoding == Encoding.DELTA:
-        values = decode_zigzag(stream, raw)
-        np.cumsum(values, out=values)
-        values += np.int64(stream.base)
-        return values
     if stream.encoding == Encoding.OFFSET:
         values = _unshuffled(raw, width, count).astype(np.uint64, copy=False).view(np.int64)
         if stream.base:
@@ -258,6 +284,30 @@ def _plain_ticks(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArr
         raise TraceDataError(f"column {stream.column}: code outside its dictionary", path=path, offset=offset)
     found: NDArray[np.int64] = distinct.take(codes)
     return found
+
+
+def decode_narrow(stream: Stream, raw: bytes, dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """The values of an OFFSET or CONSTANT stream in the type of their column, without a detour over int64.
+
+    None for other streams, and where a value may not fit: the smallest of a signed type, which stands for absent,
+    counts as one that does not. Bytes may be those of `raw` itself.
+    """
+    if stream.encoding not in NARROW or stream.shift or stream.scale != 1:
+        return None
+    flags = dtype.kind == "b"
+    least, most = (0, 1) if flags else (int(np.iinfo(dtype).min) + (dtype.kind == "i"), int(np.iinfo(dtype).max))
+    whole = np.dtype(np.uint8) if flags else dtype
+    if not least <= stream.base <= most:
+        return None
+    if stream.encoding == Encoding.CONSTANT:
+        return np.full(stream.num_values, stream.base, whole).view(dtype)
+    values = _unshuffled(raw, stream.width, stream.num_values)
+    if len(values) and stream.base + int(values.max()) > most:
+        return None
+    narrow = values.astype(whole, copy=stream.base != 0)
+    if stream.base:
+        narrow += whole.type(stream.base)
+    return narrow.view(dtype)
 
 
 def decode_floats(stream: Stream, raw: bytes, *, path: str, offset: int) -> NDArray[np.float64]:

@@ -82,6 +82,7 @@ class ChunkMeta(NamedTuple):
     role: int = 0
     ranges: tuple[RankRange, ...] = ()
     strings: bytes = b""
+    stacked: bool = False
 
 
 def chunk_entry(meta: ChunkMeta, frame: Frame, offset: int, *, first_range: int = 0) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -190,6 +190,7 @@ def index_of_footer(source: Source) -> Index:
     if frame.kind != RecordKind.FOOTER or frame.length != length or frame.data_length:
         raise TraceFormatError("the trailer does not point to a footer", path=source.name, offset=trailer_offset)
     footer = metas.parse_footer(meta, path=source.name, offset=offset)
+    header = replace(header, required_features=header.required_features | footer.required_features)
     _check_entries(footer, start=start, end=offset, path=source.name, offset=offset)
     groups = {group.group_id: group for group in footer.groups}
     parts = (header, footer.chunks, footer.payloads, groups, footer.metadata)

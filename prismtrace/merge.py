@@ -18,7 +18,7 @@ from prismtrace.align import Alignment, apply_clocks, estimate_clocks
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
 from prismtrace.index import Index, index_of_footer, scan
-from prismtrace.model import FORMAT_VERSION, ROLE_RANK, GraphKind, ProcessGroup
+from prismtrace.model import BASE_VERSION, ROLE_RANK, GraphKind, ProcessGroup
 from prismtrace.recordfile import RecordFile
 from prismtrace.rewriting import atomic_output
 from prismtrace.source import PathSource, Source
@@ -217,7 +217,7 @@ def _merged_header(inputs: list[InputPart], graph_kind: GraphKind | None) -> met
     required = 0
     for item in inputs:
         required |= item.header.required_features
-    version = max([FORMAT_VERSION, *(item.header.version for item in inputs)])
+    version = max([BASE_VERSION, *(item.header.version for item in inputs)])
     return metas.HeaderMeta(version, required, 0, kind, next(iter(sizes), 0), WRITER_NAME)
 
 

@@ -38,7 +38,10 @@ from prismtrace.model import (
 
 fb: Any = schema  # generated code has no annotations
 
-KNOWN_FEATURES: Final = 0
+DENSE: Final = 2
+"""Bit of `required_features`: the file may use what format 1.1 added."""
+
+KNOWN_FEATURES: Final = DENSE
 """Bits of `required_features` that this library understands."""
 
 MAX_NAME_BYTES: Final = 1 << 10
@@ -122,6 +125,8 @@ def pack_chunk(meta: ChunkMeta) -> bytes:
     if meta.strings:
         fb.ChunkAddStrings0(builder, int.from_bytes(meta.strings[:8], "little"))
         fb.ChunkAddStrings1(builder, int.from_bytes(meta.strings[8:], "little"))
+    if meta.stacked:
+        fb.ChunkAddStacked(builder, True)
     fb.ChunkAddStreams(builder, streams)
     if named:
         fb.ChunkAddColumns(builder, named)
@@ -156,12 +161,13 @@ def parse_chunk(raw: bytes, *, path: str, offset: int) -> ChunkMeta:
             chunk.Role(),
             tuple(RankRange(*row) for row in _vector(chunk._tab, 11, RANK_RANGE).tolist()),
             shared if any(shared) else b"",
+            chunk.Stacked(),
         )
         if meta.rank < (ROLE_RANK if meta.role else 0) or meta.first_row >= 1 << 62:
             raise TraceFormatError("rank or first row out of range", path=path, offset=offset)
         if meta.num_rows > MAX_CHUNK_ROWS:
             raise TraceLimitError(f"chunk of {meta.num_rows} rows", path=path, offset=offset)
-        if meta.ranges:
+        if meta.ranges or meta.stacked:
             _check_ranges(meta, path=path, offset=offset)
         return meta
 
@@ -195,8 +201,10 @@ def _check_ranges(meta: ChunkMeta, *, path: str, offset: int) -> None:
         last = first + stride * (count - 1)
     if total > MAX_RANKS:
         raise TraceLimitError(f"chunk of {total} ranks", path=path, offset=offset)
-    if last >= 1 << 31 or meta.rank != meta.ranges[0].first:
+    if total == 0 or last >= 1 << 31 or meta.rank != meta.ranges[0].first:
         raise TraceFormatError("the ranks of a chunk are out of range", path=path, offset=offset)
+    if meta.stacked and total * meta.num_rows > MAX_CHUNK_ROWS:
+        raise TraceLimitError(f"stacked chunk of {total} times {meta.num_rows} rows", path=path, offset=offset)
 
 
 def pack_header(meta: HeaderMeta) -> bytes:

@@ -12,7 +12,11 @@ from typing import Any, Final
 
 import numpy as np
 
-FORMAT_VERSION: Final = (1, 0)
+FORMAT_VERSION: Final = (1, 1)
+"""The latest version of the format that this library reads and writes."""
+
+BASE_VERSION: Final = (1, 0)
+"""The version of files that need nothing which came later."""
 
 ABSENT: Final = int(np.iinfo(np.int64).min)
 """What an absent value of an int64 column is in numpy; never a value on the wire."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache, partial
 from types import MappingProxyType, TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -25,16 +26,18 @@ from prismtrace.errors import (
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import ABSENT32, COLUMNS, ROLE_RANK, ColumnSpec, GraphKind, ProcessGroup, TableKind
 from prismtrace.payloads import ATTACHMENT_PREFIX, PayloadReader, as_bytes
+from prismtrace.selection import selected_names, specs_of, step_range
 from prismtrace.source import TraceInput, open_source
 from prismtrace.tables import (
-    Column,
-    DictionaryColumn,
     EventTable,
     ScalarTable,
     StepTable,
     Table,
     TrackTable,
     UnitTable,
+    column_bytes,
+    frozen,
+    frozen_column,
 )
 
 DEFAULT_MAX_RESULT_BYTES: Final = 8 << 30
@@ -63,6 +66,7 @@ class TraceReader:
         allow_unfinished: bool = False,
         max_result_bytes: int = DEFAULT_MAX_RESULT_BYTES,
     ) -> None:
+        _keep_freed_memory()
         self._source = open_source(source)
         self._max_result_bytes = max_result_bytes
         try:
@@ -70,8 +74,11 @@ class TraceReader:
         except BaseException:
             self._source.close()
             raise
+        self._rows: NDArray[np.int64] = np.zeros(0, np.int64)
         self._payloads = PayloadReader(self._source, self._index, max_bytes=max_result_bytes)
-        self._chunk_reader = ChunkReader(self._source, self._index, payload=self._payloads.read)
+        self._chunk_reader = ChunkReader(
+            self._source, self._index, payload=self._payloads.read, max_bytes=max_result_bytes
+        )
 
     def _open(self, *, allow_unfinished: bool) -> Index:
         try:
@@ -208,11 +215,11 @@ class TraceReader:
         """The units of a rank in order, in bounded memory: chunk by chunk, or at most `max_rows` at a time."""
         if max_rows is not None and max_rows < 1:
             raise TraceUsageError(f"max_rows must be at least 1, not {max_rows}")
-        specs, wanted = _specs(TableKind.UNITS, columns), _step_range(steps)
-        for part in self._parts(TableKind.UNITS, rank, specs, wanted, _selected(columns)):
+        specs, wanted = specs_of(TableKind.UNITS, columns), step_range(steps)
+        for part in self._parts(TableKind.UNITS, rank, specs, wanted, selected_names(columns)):
             for start in range(0, len(part.row_index), max_rows or metas.MAX_CHUNK_ROWS):
                 piece = part if max_rows is None else part.take(slice(start, start + max_rows))
-                yield concatenate(UnitTable, rank, specs, [piece], selected=_selected(columns), path=self.path)
+                yield concatenate(UnitTable, rank, specs, [piece], selected=selected_names(columns), path=self.path)
 
     @property
     def roles(self) -> Mapping[int, tuple[int, ...]]:
@@ -240,24 +247,39 @@ class TraceReader:
     ) -> T:
         if not role and rank not in self._index.rank_set:
             raise TraceUsageError(f"{self.path}: rank {rank} has no data; ranks with data: {_short(self.ranks)}")
-        specs, wanted = _specs(kind.table, columns), _step_range(steps)
+        specs, wanted = specs_of(kind.table, columns), step_range(steps)
         parts, size = [], 0
         entries = self._chunks(kind.table, rank, wanted, role)
+        if len(entries) == 1 and wanted is None:
+            return self._of_one_chunk(kind, rank, entries[0], specs, selected_names(columns))
         num_rows = int(entries["num_rows"].sum(dtype=np.int64))
         self._check_size(num_rows * 8 * max(1, len(specs)), rank)
         joiner = None
         if len(entries) > 1 and wanted is None:
             joiner = Joiner(kind, rank, specs, num_rows=num_rows, path=self.path)
-        for part in self._parts(kind.table, rank, specs, wanted, _selected(columns), role=role):
-            size += sum(_nbytes(column) for column in part.columns.values())
+        for part in self._parts(kind.table, rank, specs, wanted, selected_names(columns), role=role, joiner=joiner):
+            size += sum(column_bytes(column) for column in part.columns.values())
             self._check_size(size, rank)
             if joiner is None:
                 parts.append(part)
             else:
                 joiner.add(part)
         if joiner is not None:
-            return joiner.table(selected=_selected(columns))
-        return concatenate(kind, rank, specs, parts, selected=_selected(columns), path=self.path)
+            return joiner.table(selected=selected_names(columns))
+        return concatenate(kind, rank, specs, parts, selected=selected_names(columns), path=self.path)
+
+    def _of_one_chunk(
+        self, kind: type[T], rank: int, entry: Any, specs: list[ColumnSpec], selected: frozenset[str] | None
+    ) -> T:
+        """The table of a rank whose rows are in one chunk; there may be many such ranks, each with few rows."""
+        first, count = int(entry["first_row"]), int(entry["num_rows"])
+        self._check_size(count * 8 * max(1, len(specs)), rank)
+        columns, named = self._chunk_reader.columns(entry, rank, specs, selected)
+        self._check_size(sum([column_bytes(frozen_column(column)) for column in columns.values()]), rank)
+        rows = self._rows
+        if len(rows) != count or not count or rows[0] != first:  # else it is that of the rank before
+            rows = self._rows = frozen(np.arange(first, first + count, dtype=np.int64))
+        return kind(rank, columns, row_index=rows, selected=selected, named={spec.name: spec for spec in named})
 
     def _check_size(self, size: int, rank: int) -> None:
         if size > self._max_result_bytes:
@@ -282,12 +304,14 @@ class TraceReader:
         selected: frozenset[str] | None,
         *,
         role: int = 0,
+        joiner: Joiner[Any] | None = None,
     ) -> Iterator[Part]:
         step_spec = COLUMNS[table][2] if table is TableKind.UNITS else COLUMNS[table][0]
         decoded = specs if wanted is None or step_spec in specs else [*specs, step_spec]
         for entry in self._chunks(table, rank, wanted, role):
-            columns, named = self._chunk_reader.columns(entry, rank, decoded, selected)
             first, count = int(entry["first_row"]), int(entry["num_rows"])
+            into = None if joiner is None else partial(joiner.place, num_rows=count)
+            columns, named = self._chunk_reader.columns(entry, rank, decoded, selected, into)
             rows = np.arange(first, first + count, dtype=np.int64)
             if wanted is not None:
                 step = columns.get("step")
@@ -340,6 +364,7 @@ class TraceReader:
 
     def close(self) -> None:
         """Closes the file; tables that were read stay valid."""
+        self._chunk_reader.forget()
         self._source.close()
 
     def __enter__(self) -> Self:
@@ -351,37 +376,14 @@ class TraceReader:
         self.close()
 
 
-def _specs(table: TableKind, columns: Collection[str] | None) -> list[ColumnSpec]:
-    if columns is None:
-        return list(COLUMNS[table])
-    if isinstance(columns, str):
-        raise TraceUsageError(f"columns must be a collection of names, not the str {columns!r}")
-    specs = [spec for spec in COLUMNS[table] if spec.name in columns]
-    unknown = {name for name in set(columns) - {spec.name for spec in specs} if "." not in name}
-    if unknown:
-        raise TraceUsageError(f"{table.name.lower()} have no column {sorted(unknown)}")
-    return specs
+@cache
+def _keep_freed_memory() -> None:
+    """Once in a process: lets the allocator of glibc keep a few MiB of what decoding frees and needs again at once.
 
-
-def _selected(columns: Collection[str] | None) -> frozenset[str] | None:
-    return None if columns is None else frozenset(columns)
-
-
-def _step_range(steps: range | int | None) -> range | None:
-    if steps is None:
-        return None
-    wanted = range(steps, steps + 1) if isinstance(steps, int) else steps
-    if not isinstance(wanted, range) or wanted.step != 1:  # type: ignore[redundant-expr]
-        raise TraceUsageError(f"steps must be a range with step 1, or one step, not {steps!r}")
-    return wanted
-
-
-def _nbytes(column: Column) -> int:
-    if isinstance(column, np.ndarray):
-        return column.nbytes
-    if isinstance(column, DictionaryColumn):
-        return column.codes.nbytes
-    return column.values.nbytes + column.offsets.nbytes
+    It takes this from the size of the largest block that was freed; before, each array of a chunk is given back to the
+    system and costs its page faults again, a quarter of the time of reading a file.
+    """
+    np.empty(4 << 20, np.uint8)
 
 
 def _short(ranks: Sequence[int]) -> str:

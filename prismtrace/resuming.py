@@ -28,6 +28,7 @@ class Resumed:
 
     end: int
     collected: Collected
+    features: int = 0
     num_rows: dict[tuple[int, int, int], int] = field(default_factory=dict)
     templates: dict[tuple[TableKind, int, int], Template] = field(default_factory=dict)
     types: dict[TableKind, dict[str, ColumnType]] = field(default_factory=lambda: {kind: {} for kind in COLUMNS})
@@ -43,11 +44,15 @@ def resume(path: str, *, allow_unfinished: bool) -> Resumed:
     with TraceReader(path, allow_unfinished=allow_unfinished) as reader:
         index = reader._index
         header = index.header
-        if header.version > FORMAT_VERSION or header.required_features or header.optional_features:
+        if (
+            header.version > FORMAT_VERSION
+            or header.required_features & ~metas.KNOWN_FEATURES
+            or header.optional_features
+        ):
             message = f"format {reader.format_version} with features that this library cannot keep; merge it instead"
             raise TraceUsageError(f"{path}: {message}")
         collected, end = _records(reader, index)
-        resumed = Resumed(end, collected)
+        resumed = Resumed(end, collected, header.required_features)
         for (table, rank, role), places in index.places.items():
             last = index.chunk_entries[places[-1]]
             resumed.num_rows[table, rank, role] = int(last["first_row"]) + int(last["num_rows"])

@@ -92,6 +92,36 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
+def frozen_column(column: Column) -> Column:
+    """The same column, read-only."""
+    if isinstance(column, np.ndarray):
+        column.flags.writeable = False
+    elif isinstance(column, DictionaryColumn):
+        frozen(column.codes)
+    else:
+        for array in (column.offsets, column.values, column.valid):
+            frozen(array)
+    return column
+
+
+def column_bytes(column: Column) -> int:
+    """The memory of a column without the strings of its dictionary."""
+    if isinstance(column, np.ndarray):
+        return column.nbytes
+    if isinstance(column, DictionaryColumn):
+        return column.codes.nbytes
+    return column.values.nbytes + column.offsets.nbytes
+
+
+def list_column(sizes: NDArray[np.int64], values: NDArray[np.int64], valid: NDArray[np.bool_]) -> ListColumn:
+    """A column of lists from the sizes of those that are there and all their elements, back to back."""
+    full = np.zeros(len(valid), np.int64)
+    full[valid] = sizes
+    offsets = np.zeros(len(full) + 1, np.int64)
+    np.cumsum(full, out=offsets[1:])
+    return ListColumn(offsets, values, valid)
+
+
 class Table:
     """Read-only columns as attributes, or by name as `table["owner.name"]` where the registry has no such column.
 

@@ -22,7 +22,16 @@ from prismtrace.columns import DIGEST_BYTES, ColumnsInput, Rows, normalise
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceUsageError
 from prismtrace.index import Collected
-from prismtrace.model import COLUMNS, FORMAT_VERSION, ROLE_RANK, ColumnType, GraphKind, ProcessGroup, TableKind
+from prismtrace.model import (
+    BASE_VERSION,
+    COLUMNS,
+    FORMAT_VERSION,
+    ROLE_RANK,
+    ColumnType,
+    GraphKind,
+    ProcessGroup,
+    TableKind,
+)
 from prismtrace.payloads import ATTACHMENT_PREFIX, as_bytes
 from prismtrace.recordfile import RecordFile
 from prismtrace.resuming import resume
@@ -53,6 +62,7 @@ class TraceWriter:
         world_size: number of ranks of the job; 0 = unknown.
         metadata: string pairs to begin with.
         overwrite: replaces a file that exists.
+        dense: the file may use what format 1.1 added, for the use of `compact`; readers of 1.0 alone refuse it.
         atomic: the file appears under its name only when it is complete, and not at all after an exception.
 
     Raises:
@@ -68,11 +78,14 @@ class TraceWriter:
         metadata: Mapping[str, str] | None = None,
         overwrite: bool = False,
         atomic: bool = False,
+        dense: bool = False,
     ) -> None:
         if not 0 <= world_size < 1 << 31:
             raise TraceUsageError(f"world_size {world_size} is out of range")
         self._begin(RecordFile(os.fspath(path), overwrite=overwrite, atomic=atomic))
-        header = metas.HeaderMeta(FORMAT_VERSION, 0, 0, int(GraphKind(graph_kind)), world_size, WRITER_NAME)
+        version, self._features = (FORMAT_VERSION, metas.DENSE) if dense else (BASE_VERSION, 0)
+        kind = int(GraphKind(graph_kind))
+        header = metas.HeaderMeta(version, self._features, 0, kind, world_size, WRITER_NAME)
         try:
             _, buffers = container.pack_record(RecordKind.HEADER, metas.pack_header(header))
             self._file.append([container.MAGIC, *buffers])
@@ -107,7 +120,7 @@ class TraceWriter:
             raise
         writer = cls.__new__(cls)
         writer._begin(file)
-        writer._collected, writer._types = state.collected, state.types
+        writer._collected, writer._types, writer._features = state.collected, state.types, state.features
         writer._num_rows, writer._templates = state.num_rows, state.templates
         return writer
 
@@ -119,6 +132,7 @@ class TraceWriter:
         self._shared: SharedStrings | None = None
         self._templates: dict[tuple[TableKind, int, int], Template] = {}
         self._file = file
+        self._features = 0
 
     @property
     def path(self) -> str:
@@ -239,7 +253,7 @@ class TraceWriter:
             try:
                 chunks, payloads, ranges = self._collected.arrays()
                 groups, pairs = tuple(self._collected.groups.values()), self._collected.metadata
-                footer = metas.FooterMeta(0, chunks, payloads, groups, pairs, ranges)
+                footer = metas.FooterMeta(self._features, chunks, payloads, groups, pairs, ranges)
                 if sync:
                     self._file.sync()
                 append_footer(self._file, footer)
@@ -287,7 +301,16 @@ class TraceWriter:
         templates = []
         for start in range(0, rows.num_rows, ROWS_PER_CHUNK):
             part = rows.part(start, min(start + ROWS_PER_CHUNK, rows.num_rows))
-            self.put(encode_chunk(table, rank=rank, first_row=first + start, rows=part, role=role, shared=self._shared))
+            encoded = encode_chunk(
+                table,
+                rank=rank,
+                first_row=first + start,
+                rows=part,
+                role=role,
+                shared=self._shared,
+                dense=bool(self._features),
+            )
+            self.put(encoded)
             if role:
                 templates.append(Template(part, first_row=first + start))
         return templates
@@ -307,6 +330,7 @@ class TraceWriter:
                     role=role,
                     template=template,
                     shared=self._shared,
+                    dense=bool(self._features),
                 )
             )
 

@@ -55,6 +55,7 @@ class StreamPart(object):
     DIGESTS = 6
     MAP = 7
     SHIFT = 8
+    BITS = 9
 
 
 class Encoding(object):
@@ -860,8 +861,15 @@ class Chunk(object):
             return self._tab.Get(flatbuffers.number_types.Uint64Flags, o + self._tab.Pos)
         return 0
 
+    # Chunk
+    def Stacked(self):
+        o = flatbuffers.number_types.UOffsetTFlags.py_type(self._tab.Offset(32))
+        if o != 0:
+            return bool(self._tab.Get(flatbuffers.number_types.BoolFlags, o + self._tab.Pos))
+        return False
+
 def ChunkStart(builder):
-    builder.StartObject(14)
+    builder.StartObject(15)
 
 def ChunkAddTable(builder, table):
     builder.PrependUint8Slot(0, table, 0)
@@ -913,6 +921,9 @@ def ChunkAddStrings0(builder, strings0):
 
 def ChunkAddStrings1(builder, strings1):
     builder.PrependUint64Slot(13, strings1, 0)
+
+def ChunkAddStacked(builder, stacked):
+    builder.PrependBoolSlot(14, stacked, 0)
 
 def ChunkEnd(builder):
     return builder.EndObject()

@@ -62,7 +62,7 @@ def _write(folder: Path) -> None:
     for name, (codes, summary, raw) in contradictory_vectors().items():
         (folder / "invalid" / f"{name}.prism").write_bytes(raw)
         invalid.append({"file": f"invalid/{name}.prism", "findings": codes, "summary": summary})
-    manifest = {"format": "1.0", "valid": valid, "invalid": invalid}
+    manifest = {"format": "1.1", "valid": valid, "invalid": invalid}
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 

@@ -10,6 +10,7 @@ import zlib
 from typing import Any
 
 from building import HEADER, Broken, changed, chunk, one, stream, trace, units, written
+from dense_vectors import dense_vectors
 from invalid_roles import bomb_vectors, role_vectors
 
 from prismtrace import ProcessGroup, TraceWriter
@@ -153,7 +154,7 @@ def stream_vectors() -> Broken:
         "unknown_part": ("version", "stream part 99 in a known column", trace(chunk(kind, stream(
             b"ab", column=1, count=2, part=99), num_rows=2))),
         "stream_length": ("format", "bytes and number of values differ", one(b"abc")),
-        "stream_reserved": ("format", "reserved bytes of a stream", one(b"ab", reserved_1=1)),
+        "stream_reserved": ("format", "reserved bytes of a stream", one(b"ab", lap=1)),
         "stream_width": ("format", "values of three bytes", one(b"abcdef", width=3)),
         "scale_zero": ("format", "scale 0", one(b"ab", scale=0)),
         "shift_33": ("format", "a shift above 32", one(b"ab", shift=33)),
@@ -219,7 +220,7 @@ def stream_vectors() -> Broken:
 
 def invalid_vectors() -> Broken:
     """Name -> the kind of error, why, and the bytes."""
-    parts = (cut_vectors, container_vectors, stream_vectors, role_vectors, bomb_vectors)
+    parts = (cut_vectors, container_vectors, stream_vectors, role_vectors, bomb_vectors, dense_vectors)
     found: Broken = {}
     for part in parts:
         made = part()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 from building import GROUP, chunk, later_fields, shuffled, stream, trace, units, written
+from dense_vectors import compacted, in_laps, with_a_role
 
 from prismtrace import GraphKind, ProcessGroup, TraceWriter, compact, merge
 from prismtrace._generated.schema import Compression, Encoding, StreamPart
@@ -211,7 +212,7 @@ def merged_ranks() -> bytes:
                 for rank in ranks:
                     writer.add_units(rank, {"kind": [1] * 12, "start_ns": np.arange(12) * 9 + rank + offset})
             with plain.open("rb") as file:  # not by name: it would be copied, for it hardly gets smaller
-                compact(file, path)
+                compact(file, path, dense=False)
         merge(paths[:2], paths[2])
         return paths[2].read_bytes()
 
@@ -388,5 +389,8 @@ def valid_vectors() -> dict[str, Vector]:
             ("roles",),
         ),
         "roles_merged": Vector("merged files with roles", merged_ranks(), ("roles",)),
+        "stacked": Vector("a stacked chunk of a role, by hand", with_a_role(), ("roles", "dense")),
+        "laps": Vector("laps and bits, numbers of every length", in_laps(), ("dense", "ticks")),
+        "compacted": Vector("what compact makes of small ranks", compacted(), ("roles", "dense"), twin=False),
         "roles_8192": Vector("8,192 ranks in two roles", many_ranks(), ("roles",), twin=False),
     }  # fmt: skip

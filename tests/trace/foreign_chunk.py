@@ -74,10 +74,12 @@ def ticks_of(value: int, scale: int, shift: int) -> int:
 class Chunk:
     def __init__(
         self, streams: dict[tuple[int, int], tuple[Any, ...]], num_rows: int, specs: Any, shared: list[str],
-        template: Chunk | None, place: int, num_ranks: int, tables: dict[int, list[int]],
+        template: Chunk | None, place: int | None, num_ranks: int, tables: dict[int, list[int]],
     ) -> None:  # fmt: skip
+        """`place` is None for the rows of all ranks of a stacked chunk."""
         self.streams, self.num_rows, self.specs, self.shared = streams, num_rows, specs, shared
         self.template, self.place, self.num_ranks, self.tables = template, place, num_ranks, tables
+        self.times = num_ranks if place is None else 1
         self.made: dict[int, Any] = {}
         self.parts: dict[int, set[int]] = {}
         for column, part in streams:
@@ -101,13 +103,16 @@ class Chunk:
         name, kind, optional = spec
         column = self.id_of(name)
         if column is None:
-            return self.template.column(spec) if self.template else None
+            values = self.template.column(spec) if self.template else None
+            return None if values is None else values * self.times
         if column in self.made:
             return self.made[column]
         parts = self.parts[column]
-        need(parts <= {1, 2, 3, 7, 8}, "unknown part")
+        need(parts <= {1, 2, 3, 7, 8, 9}, "unknown part")
+        need(9 not in parts or (1 in parts and self.streams[column, 1][9] in (4, 5, 8, 9)), "bits of what")
+        need(9 not in parts or kind in ("u8", "i32", "i64", "u64", "bool"), "bits of a column of another type")
         if parts & {7, 8} or 1 not in parts or self.streams[column, 1][9] == 8:
-            need(len(parts) == 1 and parts <= {1, 7, 8}, "streams that do not go together")
+            need(len(parts - {9}) == 1 and parts <= {1, 7, 8, 9}, "streams that do not go together")
             need(kind in ("u8", "i32", "i64", "u64", "bool"), "type of a column that refers to its role")
             need(self.template is not None and self.template.id_of(name) is not None, "no such column of the role")
         else:
@@ -133,7 +138,8 @@ class Chunk:
     def rows(self, column: int) -> list[int]:
         own = self.streams.get((column, 1)) if self.id_of(self.specs[column][0]) == column else None
         if (own is None or own[9] == 8) and (role := self.of_role(column)):
-            return role[0].rows(role[1])
+            once = role[0].rows(role[1])
+            return [row + turn * role[0].num_rows for turn in range(self.times) for row in once]
         if (column, 2) not in self.streams:
             return list(range(self.num_rows))
         stream = self.streams[column, 2]
@@ -149,7 +155,7 @@ class Chunk:
         if not parts & {1, 7, 8}:
             role = self.of_role(column)
             need(role is not None, "no values")
-            return role[0].resolved(role[1]) if role else []
+            return role[0].resolved(role[1]) * self.times if role else []
         if 1 in parts:
             return self.integers(column, 1)
         role = self.of_role(column)
@@ -160,17 +166,25 @@ class Chunk:
         table = self.tables[column]
         if 8 in parts:
             need(len(table) == self.num_ranks, "number of shifts")
-            return [value + table[self.place] & MASK for value in before]
+            return [value + table[place] & MASK for place in self.places() for value in before]
         num = len(table) // (1 + self.num_ranks)
         need(num > 0 and num * (1 + self.num_ranks) == len(table), "size of a map")
-        pairs = {table[i]: table[num + i * self.num_ranks + self.place] for i in range(num)}
-        need(len(pairs) == num, "a map with a value twice")
-        return [pairs.get(value, value) for value in before]
+        need(len(set(table[:num])) == num, "a map with a value twice")
+        mapped = []
+        for place in self.places():
+            pairs = {table[i]: table[num + i * self.num_ranks + place] for i in range(num)}
+            mapped += [pairs.get(value, value) for value in before]
+        return mapped
+
+    def places(self) -> list[int]:
+        """The ranks of the chunk that this is about, by place."""
+        return list(range(self.num_ranks)) if self.place is None else [self.place]
 
     def raw(self, stream: tuple[Any, ...]) -> bytes:
         num_values, raw_length, crc, scale, encoding, compression, width, shift = (stream[i] for i in _NEEDED)
         need(zlib.crc32(stream[-1]) == crc, "stream checksum")
-        need(scale != 0 and shift <= 32 and stream[13] == stream[14] == 0, "stream")
+        need(scale != 0 and shift <= 32 and stream[13] == 0, "stream")
+        need(stream[14] == 0 or (stream[9] in (4, 5, 8, 9) and stream[8] == 1 and stream[14] < num_values), "lap")
         need(1 <= encoding <= 9 and width in ((0,) if encoding == 2 else (1, 2, 4, 8, 16)), "encoding")
         dictionary = stream[0] * 8 if encoding == 6 else 0
         need(raw_length == (0 if encoding == 2 else num_values * width + dictionary), "stream length")
@@ -184,11 +198,35 @@ class Chunk:
         body = raw[stream[0] * 8 :] if encoding == 6 else raw
         if encoding == 1:
             return [int.from_bytes(body[i * width : (i + 1) * width], "little", signed=True) for i in range(count)]
+        if (stream[6], 9) in self.streams and encoding in (4, 5, 8, 9):
+            return self.without_laps(self.from_bits(raw, stream), stream[14])
         planes = [body[i * count : (i + 1) * count] for i in range(width)]
         numbers = [
             int.from_bytes(bytes(plane[i] for plane in planes), "little", signed=encoding == 7) for i in range(count)
         ]
-        return [(n >> 1) ^ -(n & 1) for n in numbers] if encoding in (4, 5, 8, 9) else numbers
+        return self.without_laps(numbers, stream[14]) if encoding in (4, 5, 8, 9) else numbers
+
+    def from_bits(self, lengths: bytes, stream: tuple[Any, ...]) -> list[int]:
+        """The numbers of which a stream has the lengths."""
+        other = self.streams[stream[6], 9]
+        need(stream[11] == 1 and other[9] == other[11] == 1, "bits")
+        data = self.raw(other)
+        need(max(lengths, default=0) <= 64, "a number of too many bits")
+        need(len(data) == (sum(max(length - 1, 0) for length in lengths) + 7) // 8, "number of bits")
+        every, numbers = int.from_bytes(data, "little"), []
+        for length in lengths:
+            top = 1 << max(length - 1, 0)
+            numbers.append(every & (top - 1) | top if length else 0)
+            every >>= max(length - 1, 0)
+        return numbers
+
+    @staticmethod
+    def without_laps(numbers: list[int], lap: int) -> list[int]:
+        """Signed numbers, each with the one a lap before added."""
+        signed_numbers = [(n >> 1) ^ -(n & 1) for n in numbers]
+        for i in range(lap, len(numbers) if lap else 0):
+            signed_numbers[i] += signed_numbers[i - lap]
+        return signed_numbers
 
     def integers(self, column: int, part: int) -> list[int]:
         """Values modulo 2**64."""
@@ -231,7 +269,7 @@ class Chunk:
     def near_role(self, column: int) -> list[int]:
         role = self.of_role(column)
         need(role is not None, "difference to a role that is not there")
-        return role[0].resolved(role[1]) if role else []
+        return role[0].resolved(role[1]) * self.times if role else []
 
     def lengths(self, column: int, reference: int, scale: int, shift: int) -> list[int]:
         """Ticks from each value of a column to that of the column which refers to it; 0 where that has none."""

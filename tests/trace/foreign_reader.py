@@ -134,7 +134,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     header = _Table.root(meta)
     major, minor = header.scalar(0, "H"), header.scalar(1, "H")
     need(major == 1, "version")
-    need(header.scalar(2, "Q") == 0, "required features")
+    need(header.scalar(2, "Q") & ~2 == 0, "required features")
     need(header.scalar(5, "i") >= 0, "world size")
     need(len(raw) >= 40 and raw[-8:] == MAGIC, "unfinished")
     offset, length, reserved, crc = struct.unpack("<QQII", raw[-32:-8])
@@ -143,7 +143,7 @@ def _read(raw: bytes) -> dict[str, Any]:
     kind, meta, _, _, end, _ = _record(raw, offset)
     need(kind == 6 and end == offset + length, "footer")
     footer = _Table.root(meta)
-    need(footer.scalar(0, "Q") == 0, "required features")
+    need(footer.scalar(0, "Q") & ~2 == 0, "required features")
     payloads = {entry[0]: entry for entry in footer.structs(3, PAYLOAD_ENTRY)}
     ranks = _File(raw, footer, payloads, start, offset).ranks()
     groups = [
@@ -225,7 +225,7 @@ class _File:
             need(first_row >= self.ends.get((table_id, rank, role), 0), "rows twice")
             self.ends[table_id, rank, role] = first_row + entry[6]
             if rank >= 0:
-                self.add(rank, table_id, first_row, entry[6], self.chunk(entry, rank))
+                self.add(rank, table_id, first_row, entry, self.chunk(entry, rank))
         return self.found
 
     def ranks_of(self, entry: tuple[Any, ...]) -> list[int]:
@@ -239,12 +239,14 @@ class _File:
 
     def chunk(self, entry: tuple[Any, ...], rank: int = -1) -> Chunk:
         """The checked chunk of an index entry, as one rank sees it."""
-        streams, specs, shared, places, tables = self.parsed(entry)
+        streams, specs, shared, places, tables, stacked = self.parsed(entry)
         template, place = None, places.get(rank, 0)
         need(rank < 0 or not places or rank in places, "rank is not in the chunk")
         if rank >= 0 and entry[5]:
             template = self.roles.get((entry[14], entry[5], entry[2]))
             need(template is not None and template.num_rows == entry[6], "no such rows of the role")
+        if stacked:
+            return Chunk(streams, entry[6] * len(places), specs, shared, template, None, len(places), tables)
         return Chunk(streams, entry[6], specs, shared, template, place, max(1, len(places)), tables)
 
     def parsed(self, entry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -291,7 +293,9 @@ class _File:
         digest = chunk.scalar(12, "Q").to_bytes(8, "little") + chunk.scalar(13, "Q").to_bytes(8, "little")
         shared = self.shared(digest) if any(digest) else []
         places = {rank: place for place, rank in enumerate(ranks)}
-        self.chunks[offset] = (streams, specs, shared, places, {})
+        stacked = bool(chunk.scalar(14, "B"))
+        need(not stacked or (ranks and len(ranks) * entry[6] <= 1 << 20), "ranks of a stacked chunk")
+        self.chunks[offset] = (streams, specs, shared, places, {}, stacked)
         return self.chunks[offset]
 
     def shared(self, digest: bytes) -> list[str]:
@@ -306,11 +310,15 @@ class _File:
         need(start == len(data), "shared strings")
         return texts
 
-    def add(self, rank: int, table_id: int, first_row: int, num_rows: int, chunk: Chunk) -> None:
+    def add(self, rank: int, table_id: int, first_row: int, entry: Any, chunk: Chunk) -> None:
         """Appends the rows of a chunk to the table of a rank."""
         empty = {"num_rows": 0, "first_index": str(first_row), "columns": {}, "specs": {}, "types": {}}
         table = self.found.setdefault(rank, {}).setdefault(TABLES[table_id], empty)
         decoded, specs = chunk.columns()
+        num_rows = entry[6]
+        if chunk.place is None:
+            start = self.parsed(entry)[3][rank] * num_rows
+            decoded = {name: values[start : start + num_rows] for name, values in decoded.items()}
         for column_id, (name, kind, optional) in specs.items():
             table["specs"].setdefault(name, (kind, optional))
             need(table["specs"][name] == (kind, optional), "a named column of two types")

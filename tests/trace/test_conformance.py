@@ -80,7 +80,7 @@ def test_contradictory_vectors_are_found(vector: dict[str, Any]) -> None:
 def test_every_vector_is_in_the_manifest_and_small() -> None:
     listed = {vector["file"] for part in ("valid", "invalid") for vector in MANIFEST[part]}
     assert listed == {f"{path.parent.name}/{path.name}" for path in VECTORS.glob("*/*.prism")}
-    assert sum(path.stat().st_size for path in VECTORS.rglob("*")) < 300_000
+    assert sum(path.stat().st_size for path in VECTORS.rglob("*")) < 350_000
 
 
 def test_vectors_are_what_the_generator_makes(tmp_path: Path) -> None:

@@ -67,8 +67,9 @@ def test_compact_finds_roles_and_changes_nothing(tmp_path: Path, own_times: bool
     assert (report.num_ranks, report.num_roles, report.num_members) == (32, num_roles, 32)
     assert report.num_shared == (2 if own_times else 32)  # the ranks that roles were made of
     assert (tmp_path / "small").stat().st_size < (tmp_path / "plain").stat().st_size * (0.8 if own_times else 0.25)
-    assert prismtrace.to_json(tmp_path / "small") == prismtrace.to_json(tmp_path / "plain")
-    assert foreign_read((tmp_path / "small").read_bytes()) == prismtrace.to_json(tmp_path / "plain")
+    wanted = prismtrace.to_json(tmp_path / "plain") | {"format": "1.1"}
+    assert prismtrace.to_json(tmp_path / "small") == wanted
+    assert foreign_read((tmp_path / "small").read_bytes()) == wanted
     with TraceReader(tmp_path / "small") as reader:
         assert len({reader.role_of(rank) for rank in reader.ranks}) == num_roles
         assert len(reader.roles) == num_roles
@@ -85,7 +86,7 @@ def test_shifted_ranks_share_their_times(tmp_path: Path) -> None:
             writer.add_units(rank, {"kind": [1] * 100, "start_ns": start, "end_ns": start + 900, "step": [0] * 100})
     assert compact(tmp_path / "plain", tmp_path / "small").num_shared == 50
     assert (tmp_path / "small").stat().st_size < 2000
-    assert prismtrace.to_json(tmp_path / "small") == prismtrace.to_json(tmp_path / "plain")
+    assert prismtrace.to_json(tmp_path / "small") == prismtrace.to_json(tmp_path / "plain") | {"format": "1.1"}
     with TraceReader(tmp_path / "small") as reader:
         entry = reader._index.entries(TableKind.UNITS, 49)[0]
         assert (entry["first_ns"], entry["last_ns"]) == (0, 99 * 1000 + 900 + 49 * 7)
@@ -114,7 +115,7 @@ def test_ranks_merge_with_their_roles(tmp_path: Path) -> None:
     wanted, got = prismtrace.to_json(tmp_path / "plain"), prismtrace.to_json(tmp_path / "merged")
     assert got["ranks"]["5"]["units"]["columns"] == {"kind": [1]}
     got["ranks"]["5"] = wanted["ranks"]["5"]
-    assert got == wanted
+    assert got == wanted | {"format": "1.1"}
     assert foreign_read((tmp_path / "merged").read_bytes())["ranks"]["4"] == wanted["ranks"]["4"]
     raw = (tmp_path / "merged").read_bytes()
     (tmp_path / "cut").write_bytes(raw[:-40])
@@ -126,7 +127,7 @@ def test_ranks_merge_with_their_roles(tmp_path: Path) -> None:
     with pytest.raises(TraceUsageError, match="its index leaves out"):
         TraceWriter.append(tmp_path / "merged")
     prismtrace.recover(tmp_path / "small", tmp_path / "recovered")
-    assert prismtrace.to_json(tmp_path / "recovered") == wanted
+    assert prismtrace.to_json(tmp_path / "recovered") == wanted | {"format": "1.1"}
     for value in (1, 2):
         with TraceWriter(tmp_path / f"role{value}") as writer:
             writer.add_role(1, {"kind": [value]})
@@ -185,7 +186,7 @@ def test_slices_and_redacted_copies_keep_roles(tmp_path: Path) -> None:
     prismtrace.slice_trace(tmp_path / "plain", tmp_path / "plain.slice", steps=steps)
     prismtrace.slice_trace(tmp_path / "small", tmp_path / "slice", steps=steps)
     prismtrace.redact(tmp_path / "small", tmp_path / "public", key="k")
-    assert prismtrace.to_json(tmp_path / "slice") == prismtrace.to_json(tmp_path / "plain.slice")
+    assert prismtrace.to_json(tmp_path / "slice") == prismtrace.to_json(tmp_path / "plain.slice") | {"format": "1.1"}
     for name in ("slice", "public"):
         with TraceReader(tmp_path / name) as reader:
             assert len(reader.roles) == 2, name

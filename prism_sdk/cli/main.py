@@ -29,6 +29,7 @@ _COMMANDS = {
         "emulate": "Run a few ranks for real; the rest of the job is replayed.",
     },
     "Look at results": {
+        "analyze": "Say where the time went, or why two traces differ.",
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",
         "cat": "Print rows of a trace.",

@@ -5,8 +5,8 @@ It computes no times: it explains those it is given, measured or simulated. The 
 
 **Path.** From the end of the last rank backwards: a COMPUTE unit depends on what its host did before; a WAIT that
 ended because its communication was complete depends on the last arrival, that is on the rank that posted last; a
-pause of the host at the end of a blocking communication (on ranks without WAIT units) depends on that one. The segments follow
-each other without holes, so their lengths add up to the length of the path.
+pause of the host at the end of a blocking communication (on ranks without WAIT units) depends on that one. The
+segments follow each other without holes, so their lengths add up to the length of the path.
 
 **Slack** ("total float" of the critical path method, Kelley and Walker 1959): by how much a unit could end later, all
 else equal, without the job's end moving. 0 on the critical path.
@@ -267,7 +267,7 @@ def slack_ns(times: Times) -> Int64Array:
     event_slack: dict[int, int] = {}
     positions = (np.searchsorted(graph.offsets, np.where(order < 0, ~order, order), side="right") - 1).tolist()
     before = np.full(len(graph), -1, dtype=np.int64)  # slack of the host when it reaches the row
-    start, end = times.start_ns.tolist(), times.end_ns.tolist()
+    start = times.start_ns.tolist()
     done, arrival = times.completion_ns.tolist(), times.arrival_ns.tolist()
     awaited, event_of = graph.awaited_row.tolist(), graph.event_of_row.tolist()
     sends = (kind == UnitKind.SEND).tolist()

@@ -1,8 +1,8 @@
 """Shows memory over time, and what a rank held at its peak. It predicts nothing.
 
 A trace has high waters, not allocations: ``memory_bytes`` of a unit is the most that was allocated while it ran,
-``memory_peak_bytes`` of a step likewise. What is held at the peak is therefore said in microbatches: those whose forward
-pass began and whose backward pass has not ended, for each of which a stage keeps the activations.
+``memory_peak_bytes`` of a step likewise. What is held at the peak is therefore said in microbatches: those whose
+forward pass began and whose backward pass has not ended, for each of which a stage keeps the activations.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def _tables(a: Analysis) -> Iterator[Table]:
     yield ("stragglers (excess over peers: ms a step)",
            ("rank", "stage", "cause", "last", "wait caused", "compute", "stage compute", "network", "host"),
            rows)  # fmt: skip
-    rows = [[f"{b.op} in {b.group_name or (hex(b.group_id) if b.group_id else 'no group')}", str(b.num_members), f"{b.size_bytes:,}",
-             str(b.num_operations), ms(b.time_ns), _gb(b.algbw_gb_per_s), _gb(b.busbw_gb_per_s),
+    rows = [[f"{b.op} in {b.group_name or (hex(b.group_id) if b.group_id else 'no group')}", str(b.num_members),
+             f"{b.size_bytes:,}", str(b.num_operations), ms(b.time_ns), _gb(b.algbw_gb_per_s), _gb(b.busbw_gb_per_s),
              "" if b.is_transfer else "with waiting"] for b in a.bandwidths[:_MAX_ROWS]]  # fmt: skip
     yield ("communication (medians)", ("operation", "ranks", "bytes", "times", "ms", "algbw GB/s", "busbw GB/s", ""),
            rows)  # fmt: skip

@@ -91,10 +91,7 @@ class Breakdown:
 
 
 def breakdown_of(job: Job, *, max_gap_ns: int = MAX_GAP_NS) -> Breakdown:
-    """Divide each step of each rank into the parts of this module's list.
-
-    Steps of one rank that overlap each other raise ValueError.
-    """
+    """Divide each step of each rank into the parts of this module's list."""
     windows = job.windows
     parts = np.zeros((len(windows), len(PARTS)), dtype=np.int64)
     communication = np.zeros(len(windows), dtype=np.int64)
@@ -111,8 +108,6 @@ def breakdown_of(job: Job, *, max_gap_ns: int = MAX_GAP_NS) -> Breakdown:
 
 def _rank(job: Job, position: int, chosen: Int64Array, max_gap_ns: int) -> tuple[Int64Array, Int64Array, Int64Array]:
     begin, stop = job.windows.start_ns[chosen], job.windows.end_ns[chosen]
-    if (begin[1:] < stop[:-1]).any():
-        raise ValueError(f"{job.path}: steps of rank {job.ranks[position]} overlap")
     rows = np.arange(job.graph.offsets[position], job.graph.offsets[position + 1])
     c = {name: job.graph.columns[name][rows] for name in ("kind", "start_ns", "end_ns", "gap_ns")}
     kind, start, end = c["kind"], c["start_ns"], c["end_ns"]

@@ -272,7 +272,12 @@ def _windows(reader: TraceReader, graph: JobGraph, steps: range | None) -> StepW
             found = {number: (first[number], last[number]) for number in first if number != ABSENT32}
         if not found and first:
             found = {ABSENT32: (min(first.values()), max(last.values()))}
-        parts.append(np.array([(position, rank, n, *found[n]) for n in sorted(found)], dtype=np.int64).reshape(-1, 5))
+        mine = np.array([(position, rank, n, *found[n]) for n in sorted(found)], dtype=np.int64).reshape(-1, 5)
+        # a step ends where the next one begins, whatever was still under way (damaged tables are put in order likewise)
+        mine[:, 3] = np.maximum.accumulate(mine[:, 3])
+        mine[:-1, 4] = np.minimum(mine[:-1, 4], mine[1:, 3])
+        mine[:, 4] = np.maximum(mine[:, 4], mine[:, 3])
+        parts.append(mine)
     table_of = np.concatenate(parts)
     return StepWindows(**{name: table_of[:, i] for i, name in enumerate(("position", "rank", "step", "start_ns",
                                                                           "end_ns"))})  # fmt: skip

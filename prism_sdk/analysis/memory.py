@@ -53,6 +53,9 @@ def memory_of(
 
 
 def _of_rank(reader: TraceReader, rank: int, steps: range | None) -> RankMemory | None:
+    if not reader.num_units(rank) or (reader.units(rank, steps=steps, columns=["memory_bytes"]).memory_bytes
+                                      == ABSENT).all():  # fmt: skip
+        return _of_steps(reader, rank, steps)
     names = ["kind", "phase", "step", "start_ns", "end_ns", "memory_bytes", "microbatch", "stage", "model_chunk"]
     units = reader.units(rank, steps=steps, columns=names)
     rows = np.flatnonzero((units.memory_bytes != ABSENT) & (units.end_ns != ABSENT))
@@ -92,6 +95,8 @@ def _of_rank(reader: TraceReader, rank: int, steps: range | None) -> RankMemory 
 
 
 def _of_steps(reader: TraceReader, rank: int, steps: range | None) -> RankMemory | None:
+    if not reader.num_steps(rank):
+        return None
     table = reader.steps(rank)
     kept = np.flatnonzero(table.memory_peak_bytes != ABSENT)
     if steps is not None:

@@ -19,7 +19,7 @@ from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
 from prism_sdk.analysis.stragglers import Stragglers, stragglers_of
 from prism_sdk.analysis.variation import Variation, variation_of_jobs
 from prism_sdk.graph import GraphDeadlockError
-from prismtrace import ABSENT32, Phase, TraceReader, UnitKind
+from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Analysis", "analyze"]
 
@@ -162,6 +162,7 @@ def analyze(
         notes.append("no pipeline: units of one stage, or without microbatch and stage")
     loaded = np.unique(job.graph.columns["step"])
     window = range(int(loaded[0]), int(loaded[-1]) + 1) if steps is None and loaded[0] != ABSENT32 else steps
+    has_all_to_alls = bool((job.graph.columns["op"] == Op.ALL_TO_ALL).any())
     held = memory_of(source, ranks=job.ranks, steps=window)
     if not held:
         notes.append("no memory was recorded")
@@ -169,5 +170,6 @@ def analyze(
         job=job, breakdown=parts,
         variation=variation_of_jobs([job, *(load_job(path, ranks=ranks, steps=steps) for path in repeats)]),
         bandwidths=bandwidths(job), pipeline=found_pipeline, critical_path=path, stragglers=stragglers_of(job, parts),
-        balance=moe_balance(source, ranks=job.ranks, steps=window), memory=held, notes=tuple(notes),
+        balance=moe_balance(source, ranks=job.ranks, steps=window) if has_all_to_alls else (), memory=held,
+        notes=tuple(notes),
     )  # fmt: skip

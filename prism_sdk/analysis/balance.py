@@ -44,7 +44,7 @@ def moe_balance(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return moe_balance(reader, ranks=ranks, steps=steps)
-    wanted = [rank for rank in source.ranks if ranks is None or rank in set(ranks)]
+    wanted = sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks))
     loads: dict[int, dict[int, dict[int, int]]] = {}
     for rank in wanted:
         for group_id, seq, load in _loads(source, rank, steps):
@@ -67,7 +67,8 @@ def _of_group(
     reader: TraceReader, group_id: int, by_seq: dict[int, dict[int, int]], wanted: Sequence[int]
 ) -> GroupBalance | None:
     group = reader.groups.get(group_id)
-    members = [rank for rank in (group.ranks if group is not None else ()) if rank in set(wanted)]
+    present = set(wanted)
+    members = [rank for rank in (group.ranks if group is not None else ()) if rank in present]
     whole = {seq: [loads[rank] for rank in members] for seq, loads in by_seq.items()
              if len(members) > 1 and set(members) <= set(loads) and any(loads.values())}  # fmt: skip
     if not whole or group is None:

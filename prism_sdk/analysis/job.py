@@ -121,8 +121,8 @@ def load_job(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return load_job(reader, ranks=ranks, steps=steps, max_rows=max_rows)
-    reader, notes = source, []
-    chosen = [rank for rank in (reader.ranks if ranks is None else sorted(set(ranks))) if rank in set(reader.ranks)]
+    reader, notes, present = source, [], set(source.ranks)
+    chosen = [rank for rank in (reader.ranks if ranks is None else sorted(set(ranks))) if rank in present]
     if ranks is not None and len(chosen) < len(set(ranks)):
         unknown = sorted(set(ranks) - set(chosen))
         raise UsageError(f"{reader.path} has no rank {unknown[0]}", hint=f"it has {len(reader.ranks)} ranks")

@@ -47,7 +47,7 @@ def memory_of(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return memory_of(reader, ranks=ranks, steps=steps)
-    wanted = [rank for rank in source.ranks if ranks is None or rank in set(ranks)]
+    wanted = sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks))
     found = [_of_rank(source, rank, steps) for rank in wanted]
     return tuple(item for item in found if item is not None)
 

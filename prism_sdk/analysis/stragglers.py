@@ -93,7 +93,9 @@ def stragglers_of(job: Job, parts: Breakdown, *, threshold: float = 0.02) -> Str
     network = by_rank[:, index["exposed_communication"]]
     host = by_rank[:, index["launch_gap"]] + by_rank[:, index["idle"]]
     work = _microbatch_work(job, parts, compute)
-    middle = {value: float(np.median(work[stage == value])) for value in np.unique(stage).tolist()}
+    medians = [{value: float(np.median(values[stage == value])) for value in np.unique(stage).tolist()}
+               for values in (work, compute, network, host)]  # fmt: skip
+    middle, *medians = medians
     typical = float(np.median(list(middle.values())))
     steady = parts.windows.is_steady
     busy = np.zeros(num_ranks)
@@ -102,8 +104,8 @@ def stragglers_of(job: Job, parts: Breakdown, *, threshold: float = 0.02) -> Str
     share = _persistence(parts, stage, num_ranks)
     found = []
     for position, rank in enumerate(job.ranks):
-        peers = stage == stage[position]
-        excess = [float(values[position] - np.median(values[peers])) for values in (compute, network, host)]
+        excess = [float(values[position] - usual[int(stage[position])])
+                  for values, usual in zip((compute, network, host), medians, strict=True)]  # fmt: skip
         of_stage = middle[int(stage[position])] - typical
         step = float(by_rank[position].sum())
         is_straggler = busy[position] > 0 and (

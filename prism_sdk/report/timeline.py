@@ -45,8 +45,8 @@ def step_spans(
 
     Returns:
         ``origin_ns``, ``length_ns``, ``classes`` (what a span is), and packed columns: ``offsets`` of rows, and for
-        each span ``start`` and ``duration`` (float64 ns), ``klass``, ``unit``, ``slack`` (float64, -1 unknown), ``flags``,
-        ``count`` of units that it stands for, ``lane`` (0 host, 1 communication).
+        each span ``start`` and ``duration`` (float64 ns), ``klass``, ``unit``, ``slack`` (float64, -1 unknown),
+        ``flags``, ``count`` of units that it stands for, ``lane`` (0 host, 1 communication).
     """
     windows = job.windows
     inside = windows.step == step

@@ -163,6 +163,6 @@ def test_thousands_of_ranks(open_page: Open, tmp_path: Path) -> None:
     for _ in range(7):
         page.keyboard.press("ArrowRight")
     assert "rank 7: compute" in page.text_content("#heat-chosen")
-    spent = page.evaluate("""() => { const start = performance.now(); redrawAll(); return performance.now() - start; }""")
+    spent = page.evaluate("() => { const start = performance.now(); redrawAll(); return performance.now() - start; }")
     assert spent < 3000
     assert (tmp_path / "report0.html").stat().st_size < 2_500_000

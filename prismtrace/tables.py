@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace.model import COLUMNS, ColumnSpec, ColumnType, TableKind
+from prismtrace.notebook import TableFrames
 
 V = TypeVar("V", str, bytes)
 
@@ -92,7 +93,7 @@ def frozen(array: NDArray[Any]) -> NDArray[Any]:
     return array
 
 
-class Table:
+class Table(TableFrames):
     """Read-only columns as attributes, or by name as `table["owner.name"]` where the registry has no such column.
 
     Columns that no row has are views of one default value (zero strides).

@@ -13,6 +13,7 @@ its source. ``docs/analysis.md`` shows how to use it.
     balance      how evenly all-to-alls load experts
     memory       high waters, and what is held at the peak
     variation    within a run, and from run to run
+    frames       results as tables in notebooks and as data frames
     difference   explain(): two traces, part by part
     overview     analyze(): all of it;  text  as tables
 """

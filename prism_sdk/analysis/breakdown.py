@@ -22,10 +22,12 @@ it is part of 1, not of the sum. What makes 1 and 2 differ from HolisticTraceAna
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import Job, StepWindows
 from prism_sdk.analysis.spans import coverage, cut
 from prismtrace import ABSENT, UnitKind
@@ -41,7 +43,7 @@ MAX_GAP_NS = 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Breakdown:
+class Breakdown(ResultFrames):
     """The parts of each step of each rank; W windows, in the order of ``windows``."""
 
     windows: StepWindows
@@ -52,6 +54,14 @@ class Breakdown:
     #: (W,) the part of it during which the rank computed.
     hidden_communication_ns: Int64Array
     max_gap_ns: int
+
+    def columns(self) -> dict[str, Any]:
+        """One row a window: rank, step, times, the parts, and communication; for data frames."""
+        w = self.windows
+        parts = {f"{name}_ns": self.parts_ns[:, index] for index, name in enumerate(PARTS)}
+        return {"rank": w.rank, "step": w.step, "start_ns": w.start_ns, "end_ns": w.end_ns, **parts,
+                "communication_ns": self.communication_ns,
+                "hidden_communication_ns": self.hidden_communication_ns}  # fmt: skip
 
     def of_rank(self, rank: int) -> dict[str, float]:
         """The mean length of each part over the steady steps of a rank; {} where it has none."""

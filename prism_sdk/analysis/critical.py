@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import Job
 from prism_sdk.graph import JobGraph, Schedule
 from prismtrace import ABSENT, Phase, UnitKind
@@ -82,11 +83,16 @@ class PathSegment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalPath:
+class CriticalPath(ResultFrames):
     """The segments in order of time, without holes, and the slack of every row (-1 where it has no times)."""
 
     segments: tuple[PathSegment, ...]
     slack_ns: Int64Array
+
+    def columns(self) -> dict[str, Any]:
+        """One row a segment, for data frames."""
+        names = ("rank", "unit_index", "part", "start_ns", "end_ns")
+        return {name: [getattr(segment, name) for segment in self.segments] for name in names}
 
     @property
     def length_ns(self) -> int:

@@ -9,10 +9,12 @@ communication overlaps. Losses, memory and the order of communication are the ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from prism_sdk.analysis.breakdown import PARTS, Breakdown, breakdown_of
+from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import Job
 from prism_sdk.analysis.variation import step_times_ns
 from prismtrace import ABSENT, Op, Phase, UnitKind
@@ -35,7 +37,7 @@ class Contribution:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class Explanation(ResultFrames):
     """What the second trace does longer or shorter than the first, on the ranks that both have."""
 
     first: str
@@ -50,6 +52,13 @@ class Explanation:
     #: Whether the difference is larger than the step-to-step noise: above twice the standard error of both means.
     is_significant: bool
     notes: tuple[str, ...]
+
+    def columns(self) -> dict[str, Any]:
+        """One row a part, then one a kind of unit, for data frames."""
+        rows = [*self.parts, *self.units]
+        return {"level": ["part"] * len(self.parts) + ["unit"] * len(self.units), "name": [row.name for row in rows],
+                "first_ns": [row.first_ns for row in rows], "second_ns": [row.second_ns for row in rows],
+                "difference_ns": [row.difference_ns for row in rows]}  # fmt: skip
 
     @property
     def difference_ns(self) -> float:

@@ -13,6 +13,7 @@ from prism_sdk.analysis.balance import GroupBalance, moe_balance
 from prism_sdk.analysis.bandwidth import Bandwidth, bandwidths
 from prism_sdk.analysis.breakdown import MAX_GAP_NS, PARTS, Breakdown, breakdown_of
 from prism_sdk.analysis.critical import CriticalPath, Times, critical_path
+from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import MAX_ROWS, Job, load_job
 from prism_sdk.analysis.memory import RankMemory, memory_of
 from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
@@ -25,7 +26,7 @@ __all__ = ["Analysis", "analyze"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
+class Analysis(ResultFrames):
     """What is known of one trace. None and empty: the trace does not hold what it takes; ``notes`` say what."""
 
     job: Job
@@ -38,6 +39,18 @@ class Analysis:
     balance: tuple[GroupBalance, ...]
     memory: tuple[RankMemory, ...]
     notes: tuple[str, ...]
+
+    def columns(self) -> dict[str, Any]:
+        """One row a rank, for data frames: the mean parts of its steps, slack, and time on the critical path."""
+        ranks, parts = self.breakdown.ranks_parts_ns()
+        slack = self.rank_slack_ns()
+        on_path = self.critical_path.ranks_ns if self.critical_path is not None else {}
+        known = self.critical_path is not None
+        return {
+            "rank": ranks, **{f"{name}_ns": parts[:, index] for index, name in enumerate(PARTS)},
+            "slack_ns": [slack.get(rank) for rank in ranks.tolist()],
+            "critical_ns": [on_path.get(rank, 0) if known else None for rank in ranks.tolist()],
+        }  # fmt: skip
 
     def rank_slack_ns(self) -> dict[int, int]:
         """The smallest slack of the COMPUTE units of each rank: 0 on the critical path. {} without such a path."""

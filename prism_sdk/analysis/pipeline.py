@@ -17,10 +17,12 @@ communication that nothing hides, and unequal stages: that is what the differenc
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.frames import ResultFrames, columns_of
 from prism_sdk.analysis.job import Job
 from prismtrace import ABSENT32, Phase, UnitKind
 
@@ -45,7 +47,7 @@ class StageBubble:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline:
+class Pipeline(ResultFrames):
     """The stages of a pipelined job, and what the formula of this module expects."""
 
     stages: tuple[StageBubble, ...]
@@ -58,6 +60,10 @@ class Pipeline:
     bubble_ratio: float
     #: Largest busy time of a stage over the mean of all: 1 is balanced.
     stage_imbalance: float
+
+    def columns(self) -> dict[str, Any]:
+        """One row a stage, for data frames."""
+        return columns_of(self.stages)
 
 
 def pipeline_of(job: Job) -> Pipeline | None:

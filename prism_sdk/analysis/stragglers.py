@@ -20,11 +20,13 @@ Lin et al., "Understanding Stragglers in Large Model Training Using What-if Anal
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.analysis.breakdown import PARTS, Breakdown
+from prism_sdk.analysis.frames import ResultFrames, columns_of
 from prism_sdk.analysis.job import Job
 from prismtrace import ABSENT, ABSENT32, UnitKind
 
@@ -59,12 +61,16 @@ class RankDelay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stragglers:
+class Stragglers(ResultFrames):
     """All ranks: stragglers first, those with the largest excess before those that were late for others' reasons."""
 
     ranks: tuple[RankDelay, ...]
     threshold: float
     num_collectives: int
+
+    def columns(self) -> dict[str, Any]:
+        """One row a rank, for data frames."""
+        return columns_of(self.ranks)
 
     @property
     def found(self) -> tuple[RankDelay, ...]:

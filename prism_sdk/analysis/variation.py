@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.frames import ResultFrames, columns_of
 from prism_sdk.analysis.job import Job, load_job
 from prism_sdk.graph import Interval, bootstrap_interval
 
@@ -37,7 +39,7 @@ class RunVariation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variation:
+class Variation(ResultFrames):
     """Several runs of one job beside each other; with one run there is no spread."""
 
     runs: tuple[RunVariation, ...]
@@ -48,6 +50,12 @@ class Variation:
     run_to_run_variation: float | None
     #: The mean of the runs' own variations from step to step.
     step_to_step_variation: float
+
+    def columns(self) -> dict[str, Any]:
+        """One row a run, for data frames; the interval of the mean as its two ends."""
+        rows = columns_of(self.runs)
+        intervals = rows.pop("interval")
+        return {**rows, "mean_low_ns": [i.low for i in intervals], "mean_high_ns": [i.high for i in intervals]}
 
 
 def step_times_ns(job: Job) -> npt.NDArray[np.int64]:

@@ -99,6 +99,7 @@ def explain(
     notes = [f"only in {name}: ranks {sorted(extra)[:8]}"
              for name, extra in ((first.path, set(first.ranks) - set(ranks)), (second.path, set(second.ranks)
                                                                                - set(ranks))) if extra]  # fmt: skip
+    notes += [f"{job.path}: {note}" for job, _ in sides for note in job.notes]
     names = sorted(set(units[0]) | set(units[1]))
     details = [Contribution(name=name, first_ns=units[0].get(name, 0.0), second_ns=units[1].get(name, 0.0))
                for name in names]  # fmt: skip

@@ -149,9 +149,14 @@ def load_job(
     if reader.world_size > len(with_units):
         notes.append(f"{len(with_units)} of {reader.world_size} ranks are analysed")
     completion = _completions(graph)
+    arrival = _arrivals(graph, completion)
+    num_unknown = int(((completion != ABSENT) & (arrival == ABSENT)).sum())
+    if num_unknown:
+        notes.append(f"{num_unknown} communications do not tell when all members had arrived: waiting for them counts as "
+                     "exposed communication")  # fmt: skip
     return Job(
         path=reader.path, graph=graph, is_matched=not problem, windows=_windows(reader, graph, steps),
-        completion_ns=completion, arrival_ns=_arrivals(graph, completion), notes=tuple(notes),
+        completion_ns=completion, arrival_ns=arrival, notes=tuple(notes),
     )  # fmt: skip
 
 

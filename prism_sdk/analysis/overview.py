@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from prism_sdk.graph import GraphDeadlockError
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Analysis", "analyze"]
+
+#: Above either, an analysis takes seconds.
+_LARGE_RANKS, _LARGE_UNITS = 500, 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ def analyze(
     repeats: Sequence[str | os.PathLike[str]] = (),
     max_gap_ns: int = MAX_GAP_NS,
     max_rows: int = MAX_ROWS,
+    report: Callable[[str], None] = lambda line: None,
 ) -> Analysis:
     """Analyse a trace.
 
@@ -151,6 +155,7 @@ def analyze(
         repeats: further runs of the same job, for the run-to-run variation.
         max_gap_ns: the longest pause between two units that counts as the cost of launching.
         max_rows: see ``load_job``.
+        report: is told what goes on where a trace is large enough for that to take seconds.
 
     Raises:
         UsageError: the trace has no times, no such ranks or no such steps.
@@ -158,12 +163,23 @@ def analyze(
     """
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
-            return analyze(reader, ranks=ranks, steps=steps, repeats=repeats, max_gap_ns=max_gap_ns, max_rows=max_rows)
+            return analyze(reader, ranks=ranks, steps=steps, repeats=repeats, max_gap_ns=max_gap_ns, max_rows=max_rows,
+                           report=report)  # fmt: skip
+    chosen = source.ranks if ranks is None else ranks
+    is_large = len(chosen) > _LARGE_RANKS or sum(map(source.num_units, source.ranks)) > _LARGE_UNITS
+
+    def say(what: str) -> None:
+        if is_large:
+            report(what)
+
+    say(f"reading {len(chosen)} ranks of {source.path}")
     job = load_job(source, ranks=ranks, steps=steps, max_rows=max_rows)
     notes = list(job.notes)
+    say(f"dividing the steps of {len(job.graph)} units")
     parts = breakdown_of(job, max_gap_ns=max_gap_ns)
     path: CriticalPath | None = None
     if job.is_matched or len(job.ranks) == 1:
+        say(f"looking for the critical path through {job.graph.num_events} communications")
         try:
             path = critical_path(Times.measured(job))
         except GraphDeadlockError as error:
@@ -176,6 +192,7 @@ def analyze(
     loaded = np.unique(job.graph.columns["step"])
     window = range(int(loaded[0]), int(loaded[-1]) + 1) if steps is None and loaded[0] != ABSENT32 else steps
     has_all_to_alls = bool((job.graph.columns["op"] == Op.ALL_TO_ALL).any())
+    say("memory and the rest")
     held = memory_of(source, ranks=job.ranks, steps=window)
     if not held:
         notes.append("no memory was recorded")

@@ -49,7 +49,7 @@ def _tables(a: Analysis) -> Iterator[Table]:
     if path is not None:
         total = path.length_ns
         rows = [[name, str(number), ms(time), _share(time, total)] for name, number, time in a.top_units()]
-        yield f"critical path, {ms(total)} ms", ("on the path", "segments", "ms", "share"), rows
+        yield f"critical path through all steps, {ms(total)} ms", ("on the path", "segments", "ms", "share"), rows
         slack = a.rank_slack_ns()
         on_path = sorted(path.ranks_ns.items(), key=lambda item: -item[1])[:_MAX_ROWS]
         rows = [[str(rank), ms(time), _share(time, total), ms(slack.get(rank))] for rank, time in on_path]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +55,7 @@ def choose_ranks(analysis: Analysis, reader: TraceReader, *, limit: int = MAX_RO
 
 def report_content(
     source: str | os.PathLike[str], *, compare: str | os.PathLike[str] | None = None, step: int | None = None,
-    ranks: Sequence[int] | None = None, steps: range | None = None,
+    ranks: Sequence[int] | None = None, steps: range | None = None, report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Analyse a trace, and another one to hold it against, and return what the page shows.
 
@@ -65,18 +65,19 @@ def report_content(
         step: the step of the pipeline chart; the one of median length when left out.
         ranks: analyse only these.
         steps: analyse only these.
+        report: is told what goes on where that takes seconds.
 
     Raises:
         UsageError: there is no such step, or a trace has no times.
         PrismTraceError: a file cannot be read.
     """
     with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
-        analysis = analyze(reader, ranks=ranks, steps=steps)
+        analysis = analyze(reader, ranks=ranks, steps=steps, report=report)
         rows = choose_ranks(analysis, reader)
         content = _of_trace(analysis, reader, rows, _step(analysis, step))
     if compare is not None:
         with TraceReader(os.fspath(compare), allow_unfinished=True) as reader:
-            other = analyze(reader, ranks=ranks, steps=steps)
+            other = analyze(reader, ranks=ranks, steps=steps, report=report)
             shown = [rank for rank in rows if rank in set(other.job.ranks)]
             content["other"] = _of_trace(other, reader, shown, _step(other, content["timeline"]["step"], strict=False))
         if not shown:

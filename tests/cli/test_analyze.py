@@ -24,7 +24,7 @@ def traces(tmp_path: Path) -> tuple[str, str]:
 def test_the_tables(traces: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["analyze", traces[0]]) == 0
     text = capsys.readouterr().out
-    for words in ("where a step goes", "critical path, 4.000 ms", "all_reduce in default_pg", "no memory"):
+    for words in ("where a step goes", "critical path through all steps, 4.000 ms", "all_reduce in default_pg", "no memory"):
         assert words in text
     assert "stragglers" not in text
 
@@ -54,3 +54,15 @@ def test_wrong_usage(traces: tuple[str, str], tmp_path: Path, capsys: pytest.Cap
     bare = write_trace(tmp_path / "bare.prism", kind=GraphKind.BARE, world_size=1, ranks=[0], num_steps=1, step_ns=None)
     assert run(["analyze", str(bare)]) == 2
     assert "calibrate it" in capsys.readouterr().err
+
+
+def test_large_traces_say_what_goes_on(traces: tuple[str, str], tmp_path: Path) -> None:
+    from prism_sdk.analysis import analyze
+
+    said: list[str] = []
+    analyze(traces[0], report=said.append)
+    assert said == []
+    path = write_trace(tmp_path / "many.prism", kind=GraphKind.OBSERVED, world_size=501, ranks=range(501),
+                       num_steps=1, step_ns=1000)  # fmt: skip
+    found = analyze(path, report=said.append)
+    assert len(said) == 4 and "501 ranks" in said[0] and found.breakdown.mean_step_ns == 1000

@@ -46,7 +46,8 @@ def command(
     chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
     max_gap_ns = round(max_gap_us * 1000)
     if other is None:
-        analysis = analyze(file, ranks=ranks, steps=chosen, repeats=repeats, max_gap_ns=max_gap_ns)
+        analysis = analyze(file, ranks=ranks, steps=chosen, repeats=repeats, max_gap_ns=max_gap_ns,
+                           report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip
         if as_json:
             echo_json(analysis.to_dict())
         else:

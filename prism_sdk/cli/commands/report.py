@@ -47,7 +47,8 @@ def command(
     if output.exists() and not overwrite:
         raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
     chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
-    content = report_content(file, compare=compare, step=step, ranks=ranks, steps=chosen)
+    content = report_content(file, compare=compare, step=step, ranks=ranks, steps=chosen,
+                             report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip
     size = write_report(content, output, overwrite=overwrite)
     click.echo(f"wrote {output} ({format_bytes(size)})")
     for note in content["notes"]:

@@ -34,7 +34,8 @@ def command(file: Path, compare: Path | None, port: int, no_browser: bool) -> in
     from prism_sdk.report.serve import TraceServer
 
     def page(step: int | None, actions: str) -> str:
-        content = report_content(file, compare=compare, step=step)
+        content = report_content(file, compare=compare, step=step,
+                                 report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip
         return page_html(content, title=f"Prism: {content['file']}", actions=actions)
 
     page(None, "")  # what is wrong with the file is said here, not in the browser

@@ -152,8 +152,8 @@ def load_job(
     arrival = _arrivals(graph, completion)
     num_unknown = int(((completion != ABSENT) & (arrival == ABSENT)).sum())
     if num_unknown:
-        notes.append(f"{num_unknown} communications do not tell when all members had arrived: waiting for them counts as "
-                     "exposed communication")  # fmt: skip
+        notes.append(f"{num_unknown} communications do not tell when all members had arrived: waiting for them counts "
+                     "as exposed communication")  # fmt: skip
     return Job(
         path=reader.path, graph=graph, is_matched=not problem, windows=_windows(reader, graph, steps),
         completion_ns=completion, arrival_ns=arrival, notes=tuple(notes),

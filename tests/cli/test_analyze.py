@@ -24,7 +24,7 @@ def traces(tmp_path: Path) -> tuple[str, str]:
 def test_the_tables(traces: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["analyze", traces[0]]) == 0
     text = capsys.readouterr().out
-    for words in ("where a step goes", "critical path through all steps, 4.000 ms", "all_reduce in default_pg", "no memory"):
+    for words in ("where a step goes", "path through all steps, 4.000 ms", "all_reduce in default_pg", "no memory"):
         assert words in text
     assert "stragglers" not in text
 

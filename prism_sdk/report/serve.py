@@ -128,7 +128,7 @@ class TraceServer:
                 actions = '<a class="button" href="trace.prism" download>Trace file</a>'
                 if self._export is not None:
                     actions += '<a class="button" href="perfetto" target="_blank">Open in Perfetto</a>'
-                actions += ('<form><label>Step <input name="step" type="number" min="0" size="6"></label> '
+                actions += ('<form><label>Step <input name="step" type="number" min="0"></label> '
                             '<button>Show</button></form>')  # fmt: skip
                 self._pages[key] = self._page(step, actions).encode("utf-8")
             return self._pages[key]

@@ -144,6 +144,10 @@ def test_light_dark_and_paper(open_page: Open, tmp_path: Path) -> None:
     dark.emulate_media(media="print")
     assert dark.locator("#find").is_hidden() and dark.locator("#bars canvas").is_visible()
     assert len(dark.pdf()) > 20_000
+    dark.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert dark.locator("#timeline canvas").bounding_box()["width"] <= 720
+    dark.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert dark.locator("#timeline canvas").bounding_box()["width"] > 900
 
 
 def test_a_narrow_window_has_no_sideways_scrolling(open_page: Open, tmp_path: Path) -> None:

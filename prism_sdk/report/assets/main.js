@@ -66,8 +66,17 @@ $("print").addEventListener("click", () => print());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redrawAll);
 let resized = 0;
 addEventListener("resize", () => { clearTimeout(resized); resized = setTimeout(redrawAll, 120); });
-// paper is light: what is drawn must be, too
+// paper is light and narrow: what is drawn must be, too
 let before = null;
-addEventListener("beforeprint", () => { before = document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; redrawAll(); });
-addEventListener("afterprint", () => { if (before) document.documentElement.dataset.theme = before; else delete document.documentElement.dataset.theme; redrawAll(); });
+addEventListener("beforeprint", () => {
+  before = document.documentElement.dataset.theme;
+  document.documentElement.dataset.theme = "light";
+  document.body.style.width = "690px";
+  redrawAll();
+});
+addEventListener("afterprint", () => {
+  if (before) document.documentElement.dataset.theme = before; else delete document.documentElement.dataset.theme;
+  document.body.style.width = "";
+  redrawAll();
+});
 document.documentElement.dataset.ready = "yes";

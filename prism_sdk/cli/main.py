@@ -28,6 +28,9 @@ _COMMANDS = {
         "emulate": "Run a few ranks for real; the rest of the job is replayed.",
     },
     "Look at results": {
+        "analyze": "Say where the time went, or why two traces differ.",
+        "report": "Write a self-contained HTML page of a trace.",
+        "view": "Show the page of a trace in a browser.",
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",
         "cat": "Print rows of a trace.",

@@ -25,6 +25,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
+from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
@@ -132,6 +133,7 @@ def run_job(
         finally:
             if arena_fd >= 0:
                 os.close(arena_fd)
+        report_lowered([process.summary for process in host.ranks.values()])
         closing = {"job.status": "complete" if error is None else "aborted", "job.error": str(error or "")}
         for process in host.ranks.values():
             for key, value in process.summary.items():
@@ -307,6 +309,7 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
     return {
         "job.argv": json.dumps([config.target, *config.arguments]),
         "job.status": "running",
+        "job.adapters": ",".join(config.adapters or ()),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "record.steps": str(config.steps or StepRange()),
         "record.slots": str(config.num_slots or num_cpus()) if config.mode is LaunchMode.RECORD else "",
@@ -314,9 +317,17 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
 
 
 def _adapters(config: LaunchConfig) -> tuple[str, ...]:
-    """The adapters to activate in the ranks: those the user named, else all that are installed."""
+    """The adapters to activate in the ranks: those the user named, else those of the graph, else all installed.
+
+    Names cut computing into units, so a graph can only be followed with the adapters that it was recorded with.
+    """
     manager = PluginManager(named=config.plugins)
     if config.adapters is None:
+        if config.graph is not None:
+            with prismtrace.TraceReader(config.graph) as reader:
+                recorded = reader.metadata.get("job.adapters")
+            if recorded is not None:
+                return tuple(filter(None, recorded.split(",")))
         return tuple(manager.adapters())
     for name in config.adapters:
         manager.adapter(name)  # raises for a name that nobody registered

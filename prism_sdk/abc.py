@@ -261,7 +261,7 @@ class UnitNamer(Protocol):
     def assume(
         self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None
     ) -> None:
-        """Names for units outside of any stretch, until the next call; without arguments none again."""
+        """Names for units outside of any stretch, until the next call or step of an optimizer."""
 
     def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
         """Names for the next communication units of the innermost stretch, in order; keywords as of ``enter``."""
@@ -275,6 +275,10 @@ class UnitNamer(Protocol):
     @property
     def is_scheduled(self) -> bool:
         """Whether an enclosing stretch says a microbatch: its owner knows better than one that only counts."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """How many steps of optimizers have ended so far: who counts microbatches begins anew when it grows."""
 
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """Collectives in the process group called ``group`` during ``phase`` that nobody named are of this ``part``.

@@ -32,7 +32,6 @@ class Naming:
         self.stack: list[tuple[int, tuple[int, int] | None, Names | None, Any]] = []
         self.names: dict[tuple[Any, ...], Names | None] = {}
         self.next_token = 0
-        self.assumed: Names | None = None
         self.lowered: dict[str, list[str]] = {}  # adapter -> reasons
         self.used: set[str] = set()
         self.purposes: dict[str, str] = {}
@@ -132,7 +131,7 @@ class TracerNamer:
             _, outer_phases, names, queued = stack.pop()
             phases = outer_phases or phases
         tracer = self._tracer
-        names = names if stack else self._naming.assumed
+        names = names if stack else tracer.assumed
         if phases is not None or names is not tracer.names:
             tracer.unname(phases, names)
         tracer.queued = queued
@@ -145,7 +144,7 @@ class TracerNamer:
         names = None
         if not (microbatch is None and stage is None and layer is None):
             names = naming.merge(self._adapter, None, 0, microbatch, stage, None, None, None, layer, None)
-        naming.assumed = names
+        self._tracer.assumed = names
         if not naming.stack:
             self._tracer.rename(0, names)
 
@@ -171,6 +170,11 @@ class TracerNamer:
         """Whether an enclosing stretch says a microbatch."""
         stack, names = self._naming.stack, self._tracer.names
         return bool(stack) and names is not None and names.microbatch is not None
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """How many steps of optimizers have ended so far."""
+        return self._tracer.num_optimizer_steps
 
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """What collectives of a group are in a phase, where nobody named them."""

@@ -78,6 +78,8 @@ class Tracer:
         self._scalars: list[tuple[int, str, float]] = []
         self._memory_peak = 0
         self.names: Names | None = None
+        self.assumed: Names | None = None  # where no stretch is open
+        self.num_optimizer_steps = 0
         self._named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
         self.queued: Sequence[tuple[int, Names]] | None = None  # for the next communications, last one first
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
@@ -197,11 +199,15 @@ class Tracer:
 
     def optimizer_begins(self) -> None:
         self._enter(Phase.OPTIMIZER)
+        if self.names is self.assumed:  # of the last microbatch
+            self.names = None
+        self.assumed = None
 
     def optimizer_ends(self) -> None:
         """A step may end here; it does once the next backward begins (several optimizers may step in a row)."""
         self._enter(self._named_phase)
         self._other_since = self.num_units
+        self.num_optimizer_steps += 1
         if self._num_backwards:
             self._boundary = (self.num_units, self._last_ns, time.process_time_ns())
             self._losses_at_boundary = len(self._open_losses)

@@ -158,6 +158,11 @@ class NullNamer:
         """False."""
         return False
 
+    @property
+    def num_optimizer_steps(self) -> int:
+        """None."""
+        return 0
+
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """Nothing."""
 

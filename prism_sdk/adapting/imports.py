@@ -20,6 +20,9 @@ class _Loader(importlib.abc.Loader):
         self._loader = loader
         self._then = then
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # runpy, for one, asks for the code without importing
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         created: ModuleType | None = self._loader.create_module(spec)
         return created

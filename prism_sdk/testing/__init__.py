@@ -17,7 +17,7 @@ from prism_sdk.testing.contracts import (
     NullNamer,
     ReplayBackendContract,
 )
-from prism_sdk.testing.launches import Launches, losses
+from prism_sdk.testing.launches import Launched, Launches, losses
 from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order
 from prism_sdk.testing.plugins import isolated_manager
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
@@ -25,6 +25,7 @@ from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 __all__ = [
     "CalibrationStrategyContract",
     "FrameworkAdapterContract",
+    "Launched",
     "Launches",
     "NamedUnit",
     "NullNamer",

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Launches", "losses"]
+__all__ = ["Launched", "Launches", "losses"]
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Launches:
     _serial: int = 0
 
     def run(
-        self, verb: str, script: Path, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()
+        self, verb: str, script: Path | str, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()
     ) -> Launched:  # fmt: skip
-        """Run ``prism VERB OPTIONS -- SCRIPT ARGUMENTS``, whatever comes of it."""
+        """Run ``prism VERB OPTIONS -- SCRIPT ARGUMENTS``, whatever comes of it; a script given as text is a module."""
         self._serial += 1
         trace = self.folder / f"{verb}-{self._serial}.prism"
         plugin = ["--plugin", self.plugin] if self.plugin else []
-        command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "-o", trace, *plugin, *options, "--", script]
+        command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "-o", trace, *plugin, *options]
+        command += ["-m", "--", script] if isinstance(script, str) else ["--", script]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PRISM_")}
         environment |= {"OMP_NUM_THREADS": "1", **self.environment}
         done = subprocess.run(
@@ -57,31 +58,31 @@ class Launches:
         return Launched(done.returncode, done.stdout, done.stderr, trace)
 
     def must(
-        self, verb: str, script: Path, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()
+        self, verb: str, script: Path | str, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()
     ) -> Launched:  # fmt: skip
         """As :meth:`run`, and it must end well."""
         done = self.run(verb, script, arguments, options=options)
         assert done.code == 0, f"prism {verb} ended with {done.code}:\n{done.err}"
         return done
 
-    def observe(self, script: Path, arguments: Sequence[str] = (), *, num_ranks: int) -> Launched:
+    def observe(self, script: Path | str, arguments: Sequence[str] = (), *, num_ranks: int) -> Launched:
         """Every rank for real."""
         return self.must("observe", script, arguments, options=["--nproc-per-node", str(num_ranks)])
 
     def record(
-        self, script: Path, arguments: Sequence[str] = (), *, num_ranks: int, num_slots: int = 2,
+        self, script: Path | str, arguments: Sequence[str] = (), *, num_ranks: int, num_slots: int = 2,
         options: Sequence[str] = (),
     ) -> Launched:  # fmt: skip
         """All ranks by turns."""
         flags = ["--nproc-per-node", str(num_ranks), "--slots", str(num_slots), *options]
         return self.must("record", script, arguments, options=flags)
 
-    def calibrate(self, graph: Path, script: Path, arguments: Sequence[str] = ()) -> Launched:
+    def calibrate(self, graph: Path, script: Path | str, arguments: Sequence[str] = ()) -> Launched:
         """One pass over the slices: enough to see that ranks follow the graph."""
         return self.must("calibrate", script, arguments, options=["--graph", graph, "--slots", "2", "-O", "passes=1"])
 
     def emulate(
-        self, graph: Path, script: Path, arguments: Sequence[str] = (), *, sandbox: str = "0"
+        self, graph: Path, script: Path | str, arguments: Sequence[str] = (), *, sandbox: str = "0"
     ) -> Launched:  # fmt: skip
         """Some ranks for real."""
         return self.must("emulate", script, arguments, options=["--graph", graph, "--sandbox", sandbox])

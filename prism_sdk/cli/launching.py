@@ -91,6 +91,12 @@ _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "-O", "--option", "options", type=KEY_VALUE, multiple=True, help="Option of a plugin, key=value (repeatable)."
     ),
+    option(
+        "--device",
+        type=click.Choice(["cpu"]),
+        help="Run a script that says cuda and nccl on CPUs, for structure and numbers, not for times.  "
+        "[default: as recorded; else as the script says]",
+    ),
     option("--pin/--no-pin", default=True, help="Bind each running rank to cores of its own.  [default: --pin]"),
     option("--quiet", "-q", is_flag=True, help="Say nothing but errors."),
     option("--json", "as_json", is_flag=True, help="Print the result as JSON, the last line on stdout."),
@@ -194,6 +200,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         adapters=tuple(values["adapters"]) or None,
         plugins=tuple(values["plugins"]),
         payloads=None if payloads is None else PayloadMode(payloads),
+        device=values["device"],
         pin=values["pin"],
         options=dict(values["options"]),
         quiet=values["quiet"],

@@ -73,6 +73,10 @@ class Agent:
     def install(self) -> None:
         from prism_sdk.runtime.hooks import follow_training
 
+        if self.spec.device == "cpu":
+            from prism_sdk.runtime import oncpu
+
+            oncpu.install(num_devices=self.spec.num_devices)
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)

@@ -99,7 +99,7 @@ def run_job(
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
-    config = replace(config, adapters=_adapters(config))
+    config = replace(config, adapters=_adapters(config), device=config.device or _recorded(config, "job.device"))
     started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
@@ -249,7 +249,7 @@ def _rank_spec(
         steps=config.steps or StepRange(), arena_fd=arena_fd, emulate=emulate, plugins=config.plugins,
         adapters=config.adapters, stdout_to_stderr=config.json,
         unset=() if "PYTHONHASHSEED" in os.environ else ("PYTHONHASHSEED",),
-        silent=shown is not None and local_rank not in shown,
+        silent=shown is not None and local_rank not in shown, device=config.device, num_devices=config.nproc_per_node,
     )  # fmt: skip
 
 
@@ -310,10 +310,19 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
         "job.argv": json.dumps([config.target, *config.arguments]),
         "job.status": "running",
         "job.adapters": ",".join(config.adapters or ()),
+        "job.device": config.device or "",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "record.steps": str(config.steps or StepRange()),
         "record.slots": str(config.num_slots or num_cpus()) if config.mode is LaunchMode.RECORD else "",
     }
+
+
+def _recorded(config: LaunchConfig, key: str) -> str | None:
+    """What the graph that is followed says of the recording; None without a graph, or when it does not say."""
+    if config.graph is None:
+        return None
+    with prismtrace.TraceReader(config.graph) as reader:
+        return reader.metadata.get(key)
 
 
 def _adapters(config: LaunchConfig) -> tuple[str, ...]:
@@ -323,12 +332,8 @@ def _adapters(config: LaunchConfig) -> tuple[str, ...]:
     """
     manager = PluginManager(named=config.plugins)
     if config.adapters is None:
-        if config.graph is not None:
-            with prismtrace.TraceReader(config.graph) as reader:
-                recorded = reader.metadata.get("job.adapters")
-            if recorded is not None:
-                return tuple(filter(None, recorded.split(",")))
-        return tuple(manager.adapters())
+        recorded = _recorded(config, "job.adapters")
+        return tuple(manager.adapters()) if recorded is None else tuple(filter(None, recorded.split(",")))
     for name in config.adapters:
         manager.adapter(name)  # raises for a name that nobody registered
     return config.adapters

@@ -292,6 +292,9 @@ class UnitNamer(Protocol):
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Where this rank is in the job, such as ``{"pp": 1, "tp": 0}``."""
 
+    def option(self, name: str) -> str | None:
+        """What the user asked of adapters, such as ``moe_skew``; asking says that this adapter does it."""
+
     def lower(self, reason: str) -> None:
         """Declare that names are not complete; recorded in the trace and reported once."""
 

@@ -26,8 +26,10 @@ _MESH = "mesh_"  # torch's description of the groups of a DeviceMesh: mesh_ and 
 class Naming:
     """The names of one rank, as all its adapters together give them."""
 
-    def __init__(self, tracer: Tracer) -> None:
+    def __init__(self, tracer: Tracer, options: Mapping[str, str] | None = None) -> None:
         self.tracer = tracer
+        self.options = options or {}
+        self.taken: set[str] = set()  # options that some adapter heeds
         # token, phases to restore (None: it said none), names and queued names before it
         self.stack: list[tuple[int, tuple[int, int] | None, Names | None, Any]] = []
         self.names: dict[tuple[Any, ...], Names | None] = {}
@@ -64,6 +66,8 @@ class Naming:
 
     def facts(self) -> dict[str, str]:
         """What the trace says of the names of this rank, by the last word of the metadata key."""
+        for name in self.options.keys() - self.taken:
+            self.lowered["prism"] = [f"{name} was asked for, and no adapter that is at work heeds it"]
         if not self.used and not self.lowered:
             return {}
         facts = {"adapters": ",".join(sorted(self.used)), "fidelity": "reduced" if self.lowered else "full"}
@@ -188,6 +192,11 @@ class TracerNamer:
         """Where this rank is in the job."""
         self._naming.coordinates.update(coordinates)
 
+    def option(self, name: str) -> str | None:
+        """What the user asked of adapters."""
+        self._naming.taken.add(name)
+        return self._naming.options.get(name)
+
     def lower(self, reason: str) -> None:
         """Declare that names are not complete."""
         reasons = self._naming.lowered.setdefault(self._adapter, [])
@@ -196,10 +205,11 @@ class TracerNamer:
 
 
 def activate_adapters(
-    names: Sequence[str], plugins: Sequence[str], tracer: Tracer, until: contextlib.ExitStack
-) -> Naming:
+    names: Sequence[str], plugins: Sequence[str], tracer: Tracer, until: contextlib.ExitStack,
+    options: Mapping[str, str] | None = None,
+) -> Naming:  # fmt: skip
     """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
-    naming = Naming(tracer)
+    naming = Naming(tracer, options)
 
     def close() -> None:
         naming.is_open = False

@@ -80,7 +80,9 @@ class Agent:
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)
-        self._naming = activate_adapters(self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters)
+        self._naming = activate_adapters(
+            self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
+        )
 
     def summary(self) -> dict[str, Any]:
         """What the launcher is told of this rank when it has ended."""

@@ -110,6 +110,8 @@ class LaunchConfig:
     payloads: PayloadMode | None = None
     device: str | None = None
     """``cpu``: programs that say cuda run on CPUs; absent: as the graph was recorded, else as the program says."""
+    moe_skew: float | None = None
+    """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     pin: bool = True
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False

@@ -99,7 +99,11 @@ def run_job(
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
-    config = replace(config, adapters=_adapters(config), device=config.device or _recorded(config, "job.device"))
+    skew = _recorded(config, "job.moe_skew") if config.moe_skew is None else config.moe_skew
+    config = replace(
+        config, adapters=_adapters(config), device=config.device or _recorded(config, "job.device"),
+        moe_skew=float(skew) if skew else None,
+    )  # fmt: skip
     started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
@@ -250,6 +254,7 @@ def _rank_spec(
         adapters=config.adapters, stdout_to_stderr=config.json,
         unset=() if "PYTHONHASHSEED" in os.environ else ("PYTHONHASHSEED",),
         silent=shown is not None and local_rank not in shown, device=config.device, num_devices=config.nproc_per_node,
+        adapter_options={} if config.moe_skew is None else {"moe_skew": str(config.moe_skew)},
     )  # fmt: skip
 
 
@@ -311,6 +316,7 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
         "job.status": "running",
         "job.adapters": ",".join(config.adapters or ()),
         "job.device": config.device or "",
+        "job.moe_skew": "" if config.moe_skew is None else str(config.moe_skew),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "record.steps": str(config.steps or StepRange()),
         "record.slots": str(config.num_slots or num_cpus()) if config.mode is LaunchMode.RECORD else "",

@@ -52,4 +52,5 @@ class RankSpec:
     stdout_to_stderr: bool = False
     silent: bool = False
     device: str | None = None
+    adapter_options: Mapping[str, str] = field(default_factory=dict)
     num_devices: int = 1  # on this machine, in place of GPUs

@@ -172,6 +172,10 @@ class NullNamer:
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Nothing."""
 
+    def option(self, name: str) -> str | None:
+        """None."""
+        return None
+
     def lower(self, reason: str) -> None:
         """Keep the reason."""
         self.reasons.append(reason)

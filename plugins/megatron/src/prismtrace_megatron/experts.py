@@ -62,9 +62,7 @@ class Experts:
         if self._skew:
             if self._bias is None:
                 self._bias = logits.new_tensor(skew_bias(logits.shape[-1], self._skew))
-            torch = sys.modules["torch"]
-            with torch.no_grad():
-                logits.add_(self._bias)
+            logits.data.add_(self._bias)  # a constant: no gradient changes, and autograd need not know
 
 
 def skew_bias(num_experts: int, skew: float) -> list[float]:

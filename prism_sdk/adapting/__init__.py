@@ -11,4 +11,4 @@ from prism_sdk.adapting.patching import Around, PatchingAdapter
 from prism_sdk.adapting.schedule import ScheduleParts
 from prism_sdk.adapting.vocabulary import PARTS, SCHEDULE_PARTS, TOKENS_PER_EXPERT
 
-__all__ = ["PARTS", "SCHEDULE_PARTS", "TOKENS_PER_EXPERT", "Around", "PatchingAdapter", "ScheduleParts"]
+__all__ = ["Around", "PARTS", "PatchingAdapter", "SCHEDULE_PARTS", "ScheduleParts", "TOKENS_PER_EXPERT"]

@@ -156,7 +156,7 @@ class TracerNamer:
         """Names for the next communication units of the innermost stretch."""
         outer = self._tracer.names
         order = ("microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")
-        queued = []
+        queued: list[tuple[int, Names | None]] = []
         for one in reversed(names):
             given: list[Any] = [one.get(field) for field in order]
             phase = _PHASES.get(str(one["phase"]), _OTHER) if "phase" in one else 0

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Tracer:
         self.assumed: Names | None = None  # where no stretch is open
         self.num_optimizer_steps = 0
         self._named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
-        self.queued: Sequence[tuple[int, Names]] | None = None  # for the next communications, last one first
+        self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
         self.groups: dict[int, ProcessGroup] = {}
         self._notes = Notes()
@@ -235,7 +235,8 @@ class Tracer:
         self._notes.add(self.num_units, column, value)
 
     def _take_queued(self, row: list[Any]) -> None:
-        phase, row[NAMES] = self.queued.pop()  # type: ignore[union-attr]
+        assert self.queued
+        phase, row[NAMES] = self.queued.pop()
         if phase:
             row[PHASE] = phase
 

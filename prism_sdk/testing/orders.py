@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
@@ -71,20 +72,17 @@ def unit_order(
 
 def _order(reader: TraceReader, rank: int, *, step: int | None, named_only: bool) -> list[NamedUnit]:
     units = reader.units(rank)
-    columns = units.columns()
-    empty = [None] * len(units)
+    columns: dict[str, Any] = dict(units.columns())
 
     def texts(name: str) -> list[str | None]:
-        return list(columns[name]) if name in columns else empty
+        return list(columns[name]) if name in columns else [None] * len(units)
 
     def numbers(name: str) -> list[int | None]:
         if name not in columns:
-            return empty
+            return [None] * len(units)
         return [None if value == ABSENT32 else value for value in columns[name].tolist()]
 
-    purposes = {
-        group: reader.metadata.get(f"group.{group}.purpose") for group in reader.groups
-    }  # fmt: skip
+    purposes = {group: reader.metadata.get(f"group.{group}.purpose") for group in reader.groups}
     rows = zip(
         units.kind.tolist(), units.phase.tolist(), units.op.tolist(), units.group_id.tolist(), units.step.tolist(),
         numbers("microbatch"), numbers("stage"), numbers("model_chunk"), numbers("peer"),

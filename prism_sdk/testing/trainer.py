@@ -93,7 +93,7 @@ class Engine:
 
     def gather_parameters(self, layer: str) -> None:
         """Every replica brings its share of a layer's weight."""
-        weight = self.layers[layer].weight.detach()
+        weight = self.layers[layer].get_parameter("weight").detach()
         shares = [torch.empty_like(weight) for _ in range(self.num_replicas)]
         dist.all_gather(shares, weight, group=self.group)
         weight.copy_(torch.stack(shares).mean(0))

@@ -133,7 +133,16 @@ def test_observing_gives_the_same_names(job: Job) -> None:
     done = job.launches.observe(JOB, ["-", "1F1B", "ZBVZeroBubble"], num_ranks=2)
     assert losses(done.out)[1] == pytest.approx(losses(done.out)[0], rel=0.2)
     order = unit_order(done.trace, 1, step=1)
-    assert {unit.part for unit in order} >= {"forward", "input_grad", "weight_grad", "backward"}
+    assert {unit.part for unit in order} >= {"forward", "input_grad", "weight_grad"}
+
+
+def test_eight_ranks_on_two_slots(job: Job) -> None:
+    plan = job.launches.folder / "eight.json"
+    done = job.launches.record(JOB, [str(plan), "1F1B", "Interleaved1F1B"], num_ranks=8)
+    planned_of = json.loads(plan.read_text())["Interleaved1F1B"]
+    for rank in range(8):
+        found = [one for one in map(action, unit_order(done.trace, rank, step=1)) if one is not None]
+        assert found == planned(planned_of[rank])
 
 
 def test_losses_are_those_without_the_adapter(job: Job) -> None:

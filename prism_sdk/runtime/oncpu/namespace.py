@@ -95,7 +95,7 @@ def install(*, num_devices: int) -> None:
         yield
 
     def set_device(device: Any) -> None:
-        index = device if isinstance(device, int) else torch.device(device).index
+        index: int | None = device if isinstance(device, int) else torch.device(device).index
         if index is not None and index >= 0:
             if index >= num_devices:
                 raise RuntimeError(f"invalid device ordinal {index}: there are {num_devices} devices")

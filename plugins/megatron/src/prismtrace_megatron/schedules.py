@@ -5,6 +5,7 @@ A backward pass is not told its microbatch. It is given the tensor that the forw
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -83,10 +84,9 @@ class Schedules:
         self._is_interleaved = is_interleaved
         self._stage = None
         if has_stages:
-            from megatron.core import parallel_state  # loaded: its schedule runs
-
-            self._stage = parallel_state.get_pipeline_model_parallel_rank()
-            self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+            state = sys.modules["megatron.core.parallel_state"]  # there, since its schedule runs
+            self._stage = state.get_pipeline_model_parallel_rank()
+            self._num_stages = state.get_pipeline_model_parallel_world_size()
         return self._namer.enter()
 
     def _stage_of(self, chunk: int | None) -> int | None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-torch = pytest.importorskip("torch")
-
 import prismtrace
 from prism_sdk.testing import Launches, losses
+
+torch = pytest.importorskip("torch")
 
 JOB = Path(__file__).parent / "cuda_job.py"
 ON_CPU = ("--device", "cpu")

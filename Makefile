@@ -14,8 +14,9 @@ FRAMEWORKS ?= megatron-core==0.17.1 deepspeed==0.19.8 einops hjson msgpack ninja
 VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
-# One stamp for each torch requirement: asking for another torch sets up again.
+# One stamp for each torch requirement: asking for another torch sets up again. The demo needs no test tools.
 STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.' '-')
+TEST_STAMP := $(STAMP)-test
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint clean
@@ -27,7 +28,7 @@ help:
 	@echo 'make lint    ruff, mypy and the import contracts'
 	@echo 'make clean   remove $(VENV), caches and what the demo wrote'
 
-setup: $(STAMP)
+setup: $(TEST_STAMP)
 
 # The first interpreter of 3.11 or newer that can make a virtual environment. 3.11 comes first: torch has wheels for it
 # the longest. A name on PATH may be a stub that cannot run, so each one is tried.
@@ -38,7 +39,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 pyth
 	fi; \
 	done
 
-$(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+$(STAMP): pyproject.toml
 	@set -eu; \
 	if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 		python=$$($(FIND_PYTHON)); \
@@ -53,7 +54,14 @@ $(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	fi
 	@echo '==> installing $(PRISM_TORCH)'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PRISM_TORCH)
-	@echo '==> installing Prism, its test tools and the plugins of this repository'
+	@echo '==> installing Prism'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e .
+	@$(BIN)/python -c 'import torch, prismtrace, prism_sdk; print("==> ready: torch", torch.__version__)'
+	@rm -f $(VENV)/.prism-*
+	@touch $@
+
+$(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml)
+	@echo '==> installing test tools and the plugins of this repository'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
 	@echo '==> installing frameworks for the tests of their adapters'
@@ -61,15 +69,13 @@ $(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 		&& $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
 			--ignore-requires-python $(FRAMEWORKS) \
 		|| echo 'note: they could not be installed; tests that need them are skipped'
-	@$(BIN)/python -c 'import torch, prismtrace, prism_sdk; print("==> ready: torch", torch.__version__)'
-	@rm -f $(VENV)/.prism-*
 	@touch $@
 
-demo: setup
+demo: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
 test: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

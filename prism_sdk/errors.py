@@ -22,6 +22,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── DeadlockError              places
     │   ├── CollectiveMismatchError    group, seq, field, values
     │   ├── TraceMismatchError         rank, unit_index, expected, found, file
+    │   │   └── BeyondRecordingError   step, repeated_step
     │   └── OutputError                file, reason
     ├── CalibrationError               strategy                                               (exit 1)
     └── UnreadableError                file, reason                                           (exit 3)
@@ -39,6 +40,7 @@ from enum import IntEnum
 from typing import Any
 
 __all__ = [
+    "BeyondRecordingError",
     "BrokenPluginError",
     "CalibrationError",
     "CollectiveMismatchError",
@@ -324,6 +326,27 @@ class TraceMismatchError(RunError):
         self.unit_index = unit_index
         self.expected = expected
         self.found = found
+
+
+class BeyondRecordingError(TraceMismatchError):
+    """Behind its recorded steps the program does something else than the last of them, which stands for all others."""
+
+    def __init__(
+        self, rank: int, *, step: int, repeated_step: int, unit_index: int | None, expected: str, found: str, file: str
+    ) -> None:
+        super().__init__(rank, unit_index=unit_index, expected=expected, found=found, file=file)
+        where = "" if unit_index is None else f", unit {unit_index} of the graph"
+        self.message = (
+            f"step {step} of rank {rank} is not in the graph {file}, which ends with step {repeated_step}; steps "
+            f"beyond the recording repeat the last recorded one, and here the program departs from it: step "
+            f"{repeated_step} has {expected}{where}, the program did {found}"
+        )
+        self.hint = (
+            "record as many steps as the program is to run, with what it does between them (an evaluation, a "
+            "checkpoint): prism record, where --steps must hold them all; or leave that out of the steps beyond"
+        )
+        self.step = step
+        self.repeated_step = repeated_step
 
 
 class OutputError(RunError):

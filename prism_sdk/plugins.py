@@ -43,7 +43,6 @@ def _plural(kind: str) -> str:
     return "strategies" if kind == "strategy" else kind + "s"
 
 
-
 @dataclass(frozen=True)
 class PluginRecord:
     """One line of ``prism plugins``. ``status`` is ok, broken or disabled; ``reason`` says why when not ok."""

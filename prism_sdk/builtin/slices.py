@@ -71,8 +71,9 @@ class Slices(CalibrationStrategy):
                 trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
                 measured.append(JobGraph.load(trace))
             default = plausible_transfers(base, measured)
-            before, calibration = calibration, merge_slices(
-                base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default
+            before, calibration = (
+                calibration,
+                merge_slices(base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default),
             )
             interval = predict_step_time(
                 base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
@@ -80,9 +81,7 @@ class Slices(CalibrationStrategy):
             )  # fmt: skip
             change = None if before is None else relative_change(before.timeline, calibration.timeline)
             predicted, low, high = round(interval.estimate), round(interval.low), round(interval.high)
-            passes.append(
-                CalibrationPass(index, None if change is None else 100 * change, predicted, low, high)
-            )
+            passes.append(CalibrationPass(index, None if change is None else 100 * change, predicted, low, high))
             context.report(_progress(passes[-1]))
             noise = min((high - low) / 2 / max(predicted, 1), _LARGEST_NOISE)
             converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
@@ -168,9 +167,7 @@ def write_times(
         temporary.unlink(missing_ok=True)
 
 
-def _steps(
-    reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None
-) -> dict[str, Any]:
+def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None) -> dict[str, Any]:
     table = reader.steps(rank)
     columns: dict[str, Any] = dict(table.columns())
     if ends is not None and rank in ends and len(table):

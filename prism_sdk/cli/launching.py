@@ -75,9 +75,7 @@ _LAUNCH_OPTIONS: tuple[Callable[[Any], Any], ...] = (
 )
 
 _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    option(
-        "--steps", type=STEPS, help="Keep steps A up to, not including, B (record: their values).  [default: all]"
-    ),
+    option("--steps", type=STEPS, help="Keep steps A up to, not including, B (record: their values).  [default: all]"),
     option(
         "--adapter", "adapters", metavar="NAME", multiple=True, help="Use this framework adapter only (repeatable)."
     ),

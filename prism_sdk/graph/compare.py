@@ -350,9 +350,7 @@ def _name(enum: Any, value: int) -> str:
 def _compare_order(rank: int, real: JobGraph, other: JobGraph) -> OrderComparison:
     """Compare the communication of the steps that both have; values that a side leaves absent are no difference."""
     common = np.intersect1d(real.columns["step"], other.columns["step"])
-    rows = [
-        np.flatnonzero((g.event_of_row >= 0) & np.isin(g.columns["step"], common)) for g in (real, other)
-    ]
+    rows = [np.flatnonzero((g.event_of_row >= 0) & np.isin(g.columns["step"], common)) for g in (real, other)]
     num = min(len(rows[0]), len(rows[1]))
     differs = np.zeros(num, dtype=np.bool_)
     absent = {"kind": None, "op": None, "dtype": 0, "peer": ABSENT32, "num_elements_in": ABSENT,

@@ -306,9 +306,7 @@ def linearize(graph: JobGraph) -> Int64Array:
     return np.array(order, dtype=np.int64)
 
 
-def _raise_deadlock(
-    graph: JobGraph, *, waiting: Mapping[int, list[int]], rows: list[int], cursor: list[int]
-) -> None:
+def _raise_deadlock(graph: JobGraph, *, waiting: Mapping[int, list[int]], rows: list[int], cursor: list[int]) -> None:
     # a rank that has ended stands behind its last row
     bounds = np.searchsorted(np.array(rows), graph.offsets)
     reached = [rows[at] if at < bounds[p + 1] else int(graph.offsets[p + 1]) for p, at in enumerate(cursor)]
@@ -327,4 +325,3 @@ def _raise_deadlock(
         hint="the ranks call the operations of their groups in different orders; a recording of a program that "
         "ran to its end has no such circle",
     )
-

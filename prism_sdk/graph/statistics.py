@@ -44,9 +44,7 @@ def percentile_interval(
     """The interval that holds the middle ``confidence`` of resampled estimates."""
     tail = 50.0 * (1.0 - confidence)
     low, high = np.percentile(resampled, [tail, 100.0 - tail])
-    return Interval(
-        estimate=estimate, low=float(low), high=float(high), confidence=confidence, num_samples=num_samples
-    )
+    return Interval(estimate=estimate, low=float(low), high=float(high), confidence=confidence, num_samples=num_samples)
 
 
 def bootstrap_interval(

@@ -47,9 +47,7 @@ class Agent:
     def __init__(self, spec: RankSpec, channel: wire.Channel | None) -> None:
         self.spec = spec
         self.channel = channel
-        writer = open_shard(
-            spec.parts_dir, spec.rank, _GRAPH_KINDS[spec.mode], spec.world_size, dict(spec.metadata)
-        )
+        writer = open_shard(spec.parts_dir, spec.rank, _GRAPH_KINDS[spec.mode], spec.world_size, dict(spec.metadata))
         self.tracer = Tracer(spec.rank, writer)
         self.seam = self._make_seam()
         self.interceptor = Interceptor(self.seam)

@@ -92,9 +92,7 @@ def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
     try:
-        result = strategy.calibrate(
-            SliceContext(config, config.graph.absolute(), work_dir, world_size, report)
-        )
+        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, report))
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
     report(_sentence(result))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from prism_sdk.errors import UnsupportedError
+from prism_sdk.runtime.refusals import refuse_like_gloo
 from prismtrace.model import DType, Op, ReduceOp
 
 COMBINED = -1  # source of a delivery: the reduced contributions of all members
@@ -84,6 +85,7 @@ class Call:
     dtype: DType = DType.UNSPECIFIED
     equal_counts: bool = True  # members must contribute the same number of elements
     sizes_differ: str | None = None  # what does not fit between inputs and outputs
+    misfit: Callable[[], Exception | str | None] | None = None  # what gloo would not take, asked where gloo is not
 
     def check(self) -> None:
         """Raise RuntimeError for what every backend refuses; the modes that replace the backend call this."""
@@ -103,8 +105,11 @@ class Call:
             raise RuntimeError(f"{self.op.name.lower()}: the tensor has to be contiguous")
         if self.op is Op.SEND and self.peer == self.group.group_rank:
             raise RuntimeError("send: a rank cannot send to itself")
+        refuse_like_gloo(self)
         if self.sizes_differ is not None:
             raise RuntimeError(f"{self.op.name.lower()}: {self.sizes_differ}")
+        if any(torch._debug_has_internal_overlap(t) == 1 for t in self.outputs if not t.is_contiguous()):
+            raise RuntimeError(f"{self.op.name.lower()}: elements of an output share their memory (an expanded tensor)")
 
     @property
     def other_rank(self) -> int | None:

@@ -14,105 +14,23 @@ import torch
 
 import prismtrace
 from prism_sdk.abc import ReplaySession
-from prism_sdk.errors import TraceMismatchError
 from prism_sdk.graph.plan import BoundaryPlan
+from prism_sdk.runtime import tracer as rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
+from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
-from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
+from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
 from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import Op, ReduceOp
-
-
-class _Cursor:
-    """Where the rank is in its script; beyond the recorded steps it goes round in the last one."""
-
-    def __init__(self, script: Script) -> None:
-        self.script = script
-        self._position = 0
-        self.rounds = 0  # how often it went back to the beginning of the last whole step
-        self.stand_ins: list[tuple[Expected, Expected]] = []  # (met behind the last step, what it was of the step)
-
-    def next(self, call: Call, file: str) -> tuple[Expected, int]:
-        """The expectation that `call` meets, and by how many payloads its own have moved on."""
-        script = self.script
-        expected = script.expected
-        self._go_round(call)
-        if not self._meets(self._position, call):
-            found = describe(call)
-            if self._position < len(expected):
-                one = expected[self._position]
-                raise TraceMismatchError(
-                    script.rank, unit_index=one.unit_index, expected=one.describe(), found=found, file=file
-                )
-            raise TraceMismatchError(
-                script.rank, unit_index=None, expected="no further communication", found=found, file=file
-            )
-        one = expected[self._position]
-        self._position += 1
-        return one, self.rounds * script.items_per_round
-
-    @property
-    def num_left(self) -> int:
-        """Recorded operations that the program did not come to."""
-        return 0 if self.rounds else len(self.script.expected) - self._position
-
-    def _go_round(self, call: Call) -> None:
-        """Behind the last whole step, go back to it if the program trains on.
-
-        What was recorded behind it is the end of the job, but may be the beginning of a step as well (a loss that is
-        logged): as many operations as were met there are skipped in the step.
-        """
-        script = self.script
-        behind = self._position - script.last_step_end
-        if behind < 0 or script.last_step_begin == script.last_step_end:
-            return
-        if self._meets(self._position, call) and not (self.rounds and behind == 0):
-            return
-        if self._meets(script.last_step_begin + behind, call):
-            self._position = script.last_step_begin + behind
-            self.rounds += 1
-            for ordinal in range(behind):
-                met = script.expected[script.last_step_end + ordinal]
-                self.stand_ins.append((met, script.expected[script.last_step_begin + ordinal]))
-
-    def shift_of(self, one: Expected) -> int:
-        """By how many steps an operation lies beyond the recorded one that stands for it."""
-        return self.rounds if one.step == self.script.last_step else 0
-
-    def _meets(self, position: int, call: Call) -> bool:
-        if position >= len(self.script.expected):
-            return False
-        one = self.script.expected[position]
-        group = call.group
-        peer = call.other_rank
-        if one.op is not call.op or one.group_ranks != group.ranks or one.dtype != call.dtype:
-            return False
-        if one.reduce_op != call.reduce_op or (peer is not None and group.ranks[peer] != one.peer):
-            return False
-        if call.is_p2p and one.tag != (call.tag or 0):
-            return False
-        if call.splits_in is not None:  # routed tokens may differ from step to step
-            return self.rounds > 0 or one.num_elements_in == call.num_elements_in
-        return one.num_elements_in == call.num_elements_in and one.num_elements_out == call.num_elements_out
-
-
-def describe(call: Call) -> str:
-    """A call in the words of `Expected.describe`."""
-    peer = call.other_rank
-    group = call.group
-    return Expected(
-        0, 0, call.op, call.reduce_op, call.dtype, 0, group.ranks, 0, None if peer is None else group.ranks[peer], 0,
-        call.num_elements_in, call.num_elements_out, None,
-    ).describe()  # fmt: skip
 
 
 class EmulateSeam(Seam):
@@ -128,7 +46,7 @@ class EmulateSeam(Seam):
         self.facts = spec.emulate
         folder = self.facts.plan.parent
         script = Script.load(folder / f"script-{spec.rank}")
-        self.cursor = _Cursor(script)
+        self.cursor = Cursor(script, str(self.facts.graph))
         plan = BoundaryPlan.load(self.facts.plan)
         self._sandbox = frozenset(self.facts.sandbox)
         several = len(self.facts.sandbox) > 1
@@ -142,6 +60,7 @@ class EmulateSeam(Seam):
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
         self._started = False
+        self.groups: list[GroupState] = []
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -154,6 +73,7 @@ class EmulateSeam(Seam):
 
         install_rendezvous(self.conversation, lambda regions: None)
         install_coalescing()
+        install_destroying(lambda: self.groups)
         install_futures()
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
@@ -162,6 +82,7 @@ class EmulateSeam(Seam):
         return len(ranks) > 1 and self._sandbox.issuperset(ranks)
 
     def group_created(self, group: GroupState) -> None:
+        self.groups.append(group)
         trace_group(self.tracer, group)
 
     # -- one operation ----------------------------------------------------------------------------------------------
@@ -173,8 +94,12 @@ class EmulateSeam(Seam):
         call.check()
         run_due()
         posted = now_ns()
-        unit = self.tracer.communication(call, posted, take_number(call))
-        one, moved = self.cursor.next(call, str(self.facts.graph))
+        seq = take_number(call)
+        unit = self.tracer.communication(call, posted, seq)
+        one, moved = self.cursor.next(call, step=self.tracer.step)
+        if one.size_may_differ:  # members see the recorded ranks' sizes or their own; the trace says one of the two
+            self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
+            self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)
         while self.cursor.stand_ins:
             met, meant = self.cursor.stand_ins.pop()
             if met.stream is not None and meant.stream is not None:
@@ -187,8 +112,11 @@ class EmulateSeam(Seam):
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         if one.sources:
             self.pool.announce(one.first_item + moved)
-        work = PrismWork(self._completer(call, one, moved, unit, posted, handle), self._poller(handle), call.outputs,
-                         is_async=call.is_async, late_wait=self._late_wait(unit))  # fmt: skip
+        work = PrismWork(
+            self._completer(call, one, moved, unit, posted, handle, seq), self._poller(handle), call.outputs,
+            is_async=call.is_async, late_wait=self._late_wait(unit),
+            line=None if call.is_p2p else (call.group.group_id, seq),
+        )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
@@ -232,7 +160,7 @@ class EmulateSeam(Seam):
         return lambda: self.engine.is_complete(handle, now_ns())
 
     def _completer(
-        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int]
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int
     ) -> Any:
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
@@ -242,10 +170,11 @@ class EmulateSeam(Seam):
             late = self.session.hold_until(due)
             if blocked or not call.is_async:
                 self.late_ns.append(late)
-            if is_in_background():
-                self.tracer.complete(unit, now_ns())
-            else:
+            if not is_in_background():
                 self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
+                place_before(call, seq)
+            elif is_seen():
+                self.tracer.complete(unit, now_ns())
 
         return complete
 
@@ -275,7 +204,11 @@ class EmulateSeam(Seam):
 
         def read_into(member: int, offset: int, view: memoryview) -> None:
             source = by_source.get(member, mine) if call.op is Op.RECV or member != me else mine
-            _copy(view, source[offset : offset + len(view)])
+            piece = source[offset : offset + len(view)]
+            if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
+                view, rest = view[: len(piece)], view[len(piece) :]
+                rest[:] = bytes(len(rest))
+            _copy(view, piece)
 
         deliver(call, read_into, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
 

@@ -92,9 +92,7 @@ class BoundaryEngine:
         """The row of an operation on the board."""
         return index + shift * len(self.plan)
 
-    def post(
-        self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0
-    ) -> tuple[int, int]:
+    def post(self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0) -> tuple[int, int]:
         """This rank has arrived at the recorded operation `seq` of a stream, or `shift` > 0 steps beyond, at its like.
 
         Returns the operation's handle (index in the plan, steps beyond the recorded ones).

@@ -1,9 +1,9 @@
 """Forks rank processes from a process that has torch loaded.
 
-Responsible for importing torch once, forking on request and reporting exits; what runs inside a rank is agent.py's.
+Responsible for forking on request and reporting exits; what is ready before a fork is preload.py's, what runs inside a
+rank agent.py's.
 
-A forked rank shares the pages of the imported libraries: 20 MiB of private memory in place of 214, and no import time.
-`torch._dynamo` is imported too, because the first optimizer step would import it in each rank.
+A forked rank shares the pages of the imported libraries: 12 MiB of private memory in place of 214, and no import time.
 It ends when the launcher's end of the socket closes, and takes along whatever the ranks had started, unless it is told
 that the program has ended well.
 """
@@ -12,40 +12,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
-import importlib
-import importlib.util
 import os
 import select
 import signal
 import socket
 import sys
 import time
-import weakref
 
+from prism_sdk.runtime import preload
+from prism_sdk.runtime.leftovers import Descendants
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.wire import Channel, ChannelClosed
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CLEANERS_S = 2.0  # what the cleaners get; they need milliseconds
 
-# what a rank imports itself it pays for itself: memory, and the time of the import
-_PRELOADED = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed",
-    "torch.distributed.device_mesh",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "torch.profiler._cupti_monitor",
-    "torch.testing._internal.distributed.fake_pg",
-    "prism_sdk.runtime.agent",
-    "prism_sdk.runtime.emulate",
-    "prism_sdk.runtime.hooks",
-    "prism_sdk.runtime.observe",
-    "prism_sdk.runtime.record",
-    "prism_sdk.runtime.store",
-)
+# processes that remove the semaphores and the shared memory of others once these are gone; killed, they leave them
+_CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
 
 
 def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
@@ -60,6 +44,7 @@ def adopt_orphans() -> None:
 
 def main(argv: list[str]) -> int:
     channel = Channel(socket.socket(fileno=int(argv[0])))
+    descendants = Descendants()
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
     wake_read, wake_write = os.pipe()
@@ -68,27 +53,24 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
-        variables = dict(os.environ)
-        _import_torch()
-        for variable in os.environ.keys() - variables.keys():  # set by an import: a rank gets it when it imports that
-            del os.environ[variable]
+        preload.prepare()
     except Exception as error:  # reported as a message, because the launcher must name it
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         return 1
-    _forget_finalizers()
-    gc.collect()
-    gc.freeze()
     adopt_orphans()
+    descendants.follow_forks()
     die_with_parent(signal_number=0)  # from here on the closed socket tells, and there is something to clean up
     try:
         channel.send(("ready", os.getpid()))
-        _serve(channel, wake_read, wake_write)
+        _serve(channel, wake_read, wake_write, descendants)
     except ChannelClosed:
-        kill_descendants()
+        kill_descendants(descendants)
+    if _is_alone(channel, descendants):  # else they may still open what another has left for them
+        descendants.remove_shared_memory()
     return 0
 
 
-def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
+def _serve(channel: Channel, wake_read: int, wake_write: int, known: Descendants) -> None:
     """Fork and reap until told to leave. Raises ChannelClosed when the launcher is gone or has given up."""
     ranks: dict[int, int] = {}  # pid -> rank
     while True:
@@ -96,41 +78,16 @@ def _serve(channel: Channel, wake_read: int, wake_write: int) -> None:
         if wake_read in readable:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-            _reap(channel, ranks)
+            _reap(channel, ranks, known)
         if channel.fileno() not in readable:
             continue
         for message in channel.receive_ready():
             if message[0] == "leave":
                 return
+            if message[0] == "known":
+                known.add(message[1])
+                continue
             _fork(channel, message[1], ranks, (wake_read, wake_write))
-
-
-def _import_torch() -> None:
-    for name in _PRELOADED:
-        if importlib.util.find_spec(name) is None:
-            continue  # private to a version of torch
-        importlib.import_module(name)
-    _warm_up()
-
-
-def _forget_finalizers() -> None:
-    """Ranks need not undo what the imports registered: taking torch's operators apart costs 30 MiB and 30 ms a rank."""
-    registry = getattr(weakref.finalize, "_registry", {})
-    for finalizer in list(registry):
-        finalizer.atexit = False
-
-
-def _warm_up() -> None:
-    """What libraries set up at the first computation, once for all ranks; one thread: no other outlives a fork."""
-    import torch
-
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        rows, weight = torch.zeros(16, 64), torch.zeros(64, 64)
-        hidden = torch.nn.functional.gelu(torch.nn.functional.linear(rows, weight, weight[0]))
-        torch.nn.functional.cross_entropy(torch.nn.functional.layer_norm(hidden, (64,)), torch.zeros(16).long())
-    torch.set_num_threads(num_threads)
 
 
 def _fork(channel: Channel, spec: RankSpec, ranks: dict[int, int], wake: tuple[int, int]) -> None:
@@ -157,31 +114,57 @@ def _fork(channel: Channel, spec: RankSpec, ranks: dict[int, int], wake: tuple[i
     agent.run_rank(spec)
 
 
-def kill_descendants() -> None:
-    """Kill every process that descends from this one, and wait until they are gone."""
-    for _ in range(100):  # a process may fork while we look
-        found = _descendants(os.getpid())
+def kill_descendants(known: Descendants) -> None:
+    """Kill every process that descends from this one, and wait until they are gone; the cleaners last."""
+    patience = time.monotonic() + _CLEANERS_S
+    for _ in range(1000):  # a process may fork while we look
+        found = descendants_of(os.getpid())
         if not found:
             return
+        known.add(found)
+        spared = [pid for pid in found if time.monotonic() < patience and _is_leaving(pid)]
         for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+            if pid not in spared:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.01)
 
 
-def _descendants(pid: int) -> list[int]:
+def _is_alone(channel: Channel, known: Descendants) -> bool:
+    """Whether no process of the launch is left; cleaners and what has just died get the time to go."""
+    patience = time.monotonic() + _CLEANERS_S
+    while True:
+        _reap(channel, {}, known)
+        found = descendants_of(os.getpid())
+        if not found or time.monotonic() > patience or not all(_is_leaving(pid) for pid in found):
+            return not found
+        time.sleep(0.01)
+
+
+def _is_leaving(pid: int) -> bool:
+    """Whether a process is dead, or a cleaner, which ends once it has nobody left to clean up after."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            line = file.read()
+    except OSError:
+        return True
+    return not line or any(name in line for name in _CLEANERS)
+
+
+def descendants_of(pid: int) -> list[int]:
+    """The processes that descend from `pid` now, dead ones that nobody has reaped included."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
             with open(f"/proc/{pid}/task/{task}/children") as file:
                 found += [int(child) for child in file.read().split()]
-    return found + [deeper for child in found for deeper in _descendants(child)]
+    return found + [deeper for child in found for deeper in descendants_of(child)]
 
 
-def _reap(channel: Channel, ranks: dict[int, int]) -> None:
+def _reap(channel: Channel, ranks: dict[int, int], known: Descendants) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -189,11 +172,11 @@ def _reap(channel: Channel, ranks: dict[int, int]) -> None:
             return
         if pid == 0:
             return
+        known.add([pid])
         rank = ranks.pop(pid, None)
         if rank is not None:
             with contextlib.suppress(ChannelClosed):
                 channel.send(("exited", rank, status))
-
 
 
 if __name__ == "__main__":

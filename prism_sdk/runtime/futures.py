@@ -79,17 +79,19 @@ class DrivenFuture(torch.futures.Future):  # type: ignore[type-arg]  # subscript
 
 
 _in_background = False
+_is_seen = True
 
 
 @contextlib.contextmanager
-def background() -> Iterator[None]:
-    """Inside it nothing counts as a wait of the program's."""
-    global _in_background
-    before, _in_background = _in_background, True
+def background(*, is_seen: bool = True) -> Iterator[None]:
+    """Inside it nothing counts as a wait of the program's; `is_seen`: the program learns now that it is complete."""
+    global _in_background, _is_seen
+    before = _in_background, _is_seen
+    _in_background, _is_seen = True, is_seen
     try:
         yield
     finally:
-        _in_background = before
+        _in_background, _is_seen = before
 
 
 def run_due() -> None:
@@ -101,6 +103,11 @@ def run_due() -> None:
 def is_in_background() -> bool:
     """Whether what completes now would be completed by a backend's thread: the program waits for nothing."""
     return _in_background
+
+
+def is_seen() -> bool:
+    """Whether the time at which something completes in the background means anything."""
+    return _is_seen
 
 
 def collect_all(futures: Sequence[Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
+from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ranks import RankSpec
 
@@ -35,6 +36,7 @@ if sys.path[0] == "":
 from prism_sdk.runtime.forkserver import main
 sys.exit(main(sys.argv[1:]))
 """
+
 
 @dataclass
 class RankProcess:
@@ -115,9 +117,7 @@ class RankHost:
         if process.outbound is None or process.channel is None:
             return
         if not process.outbound.send(message):
-            self._selector.modify(
-                process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process
-            )
+            self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
 
     def fail(self, error: PrismError) -> None:
         """End the launch because of `error`; the first failure counts."""
@@ -265,6 +265,9 @@ class RankHost:
     def _end_processes(self) -> None:
         """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""
         alive = [process for process in self.ranks.values() if process.pid and not process.exited]
+        if alive:  # ranks may reap what dies with them before anybody else sees it
+            with contextlib.suppress(wire.ChannelClosed):
+                self._control.send(("known", descendants_of(self._forkserver.pid)))
         for process in alive:
             _kill(process.pid, signal.SIGTERM)
         presses, num_exited = self.interrupts.count, self._num_exited
@@ -279,8 +282,9 @@ class RankHost:
             if self._num_exited > num_exited:
                 num_exited, deadline = self._num_exited, time.monotonic() + GRACE_S
         for process in alive:
-            if not process.exited:
-                _kill(process.pid, signal.SIGKILL)
+            if not process.exited:  # the fork server does the same to what it has started, in the right order
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(process.pid, signal.SIGKILL)
         if not alive:
             with contextlib.suppress(wire.ChannelClosed):
                 self._control.send(("leave",))  # a program that ended well may leave processes behind

@@ -65,7 +65,6 @@ class Interceptor:
         self.pid = os.getpid()
         self.groups: dict[str, GroupState] = {}
         self._generations: dict[tuple[str, tuple[int, ...]], int] = {}
-        self._library: torch.library.Library | None = None
 
     @property
     def active(self) -> bool:
@@ -74,56 +73,12 @@ class Interceptor:
 
     def install(self) -> None:
         """Replace the kernels and follow the creation of process groups, for as long as the rank lives."""
-        self._library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for
-            for name in OPERATORS:
-                self._replace(name)
+        global _current
+        replace_kernels()
+        _current = self
         self._follow_groups()
         if self.seam.replaces_backend:
             self._answer_for_backend()
-
-    def _replace(self, name: str) -> None:
-        try:
-            schema = torch._C._get_schema(f"c10d::{name}", "")
-        except RuntimeError:
-            return  # an operator of another torch version
-        group_index = next(i for i, argument in enumerate(schema.arguments) if argument.name == "process_group")
-        num_returns = len(schema.returns)
-        assert self._library is not None
-        for key in _DISPATCH_KEYS:
-            if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
-                continue
-            kernel = self._make_kernel(name, group_index, num_returns, is_sparse=key.startswith("Sparse"))
-            self._library.impl(name, kernel, key, allow_override=True)
-
-    def _make_kernel(self, name: str, group_index: int, num_returns: int, *, is_sparse: bool) -> Callable[..., Any]:
-        parse, run_native = OPERATORS[name], NATIVES[name]
-        seam = self.seam
-
-        def kernel(*args: Any) -> Any:
-            process_group = ProcessGroup.unbox(args[group_index])
-
-            def native() -> Any:
-                return run_native(process_group._get_backend(device_of(args)), args)
-
-            call = None
-            if is_sparse:  # never traced: what travels is not what the operator says
-                if seam.replaces_backend:
-                    raise UnsupportedError(f"{name.rstrip('_')} of sparse tensors", hint="make them dense first")
-            elif self.active:
-                try:
-                    call = parse(self.group_of(process_group), native, args)
-                except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
-                    if seam.replaces_backend:
-                        raise
-            work = native() if call is None else seam.issue(call)
-            if num_returns == 0:
-                return None
-            boxed = work.boxed()
-            return boxed if num_returns == 1 else (args[0], boxed)
-
-        return kernel
 
     # -- process groups ---------------------------------------------------------------------------------------------
 
@@ -196,6 +151,65 @@ class Interceptor:
             return group, prefix_store
 
         distributed_c10d._new_process_group_helper = new_process_group_helper
+
+
+_library: torch.library.Library | None = None
+_current: Interceptor | None = None  # whom the kernels ask; none yet: they do what they did without Prism
+
+
+def replace_kernels() -> None:
+    """Replace c10d's kernels in this process, once; a process forked from it has them too, and need not pay for it."""
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("c10d", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for
+        for name in OPERATORS:
+            _replace(_library, name)
+
+
+def _replace(library: torch.library.Library, name: str) -> None:
+    try:
+        schema = torch._C._get_schema(f"c10d::{name}", "")
+    except RuntimeError:
+        return  # an operator of another torch version
+    group_index = next(i for i, argument in enumerate(schema.arguments) if argument.name == "process_group")
+    num_returns = len(schema.returns)
+    for key in _DISPATCH_KEYS:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
+            continue
+        kernel = _make_kernel(name, group_index, num_returns, is_sparse=key.startswith("Sparse"))
+        library.impl(name, kernel, key, allow_override=True)
+
+
+def _make_kernel(name: str, group_index: int, num_returns: int, *, is_sparse: bool) -> Callable[..., Any]:
+    parse, run_native = OPERATORS[name], NATIVES[name]
+
+    def kernel(*args: Any) -> Any:
+        process_group = ProcessGroup.unbox(args[group_index])
+
+        def native() -> Any:
+            return run_native(process_group._get_backend(device_of(args)), args)
+
+        interceptor, call = _current, None
+        replaced = interceptor is not None and interceptor.seam.replaces_backend
+        if is_sparse:  # never traced: what travels is not what the operator says
+            if replaced:
+                raise UnsupportedError(f"{name.rstrip('_')} of sparse tensors", hint="make them dense first")
+        elif interceptor is not None and interceptor.active:
+            try:
+                call = parse(interceptor.group_of(process_group), native, args)
+            except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
+                if replaced:
+                    raise
+        work = native() if interceptor is None or call is None else interceptor.seam.issue(call)
+        if num_returns == 0:
+            return None
+        boxed = work.boxed()
+        return boxed if num_returns == 1 else (args[0], boxed)
+
+    return kernel
 
 
 def _skip_checking_wrapper() -> None:

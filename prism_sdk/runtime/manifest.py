@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from prismtrace import ABSENT, ABSENT32, DType, Op, ReduceOp, TraceReader, UnitK
 
 OWN = -2  # the rank's own recorded contribution, to tell whether it still contributes the same
 _REDUCTIONS = frozenset({Op.ALL_REDUCE, Op.REDUCE, Op.REDUCE_SCATTER})
+_SIZES = frozenset({DType.INT64, DType.INT32})
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Expected:
     sources: tuple[int, ...] = ()  # of each payload: group rank, COMBINED or OWN
     send_bytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # all-to-all: of each virtual member
     first_item: int = 0  # number of its first payload in the rank's sequence
+    size_may_differ: bool = False  # bytes whose number the members told each other just before
 
     def describe(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"
@@ -114,6 +116,7 @@ def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: _Va
     expected: list[Expected] = []
     items: list[Item] = []
     complete = True
+    previous: dict[tuple[Any, ...], Expected] = {}  # of each group, and of each direction between two ranks
     for row, kind in enumerate(table.kind.tolist()):
         if kind not in (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV):
             continue
@@ -124,8 +127,12 @@ def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: _Va
             known = [Item(d, reader.payload_bytes(d)) for d in digests if d is not None]
             if len(known) < len(digests):
                 sources, known = (), []
-            one = _with_values(one, sources, sizes, len(items))
+            one = replace(one, sources=sources, send_bytes=sizes, first_item=len(items))
             items += known
+        line = (one.group_id, one.op, one.peer) if one.op in (Op.SEND, Op.RECV) else (one.group_id,)
+        if _is_sized_by(previous.get(line), one):
+            one = replace(one, size_may_differ=True)
+        previous[line] = one
         expected.append(one)
     in_last = [i for i, e in enumerate(expected) if e.step == last_step]
     begin, end = (in_last[0], in_last[-1] + 1) if in_last else (len(expected), len(expected))
@@ -188,15 +195,17 @@ def _sources(
     return tuple(members), digests, sizes
 
 
-def _with_values(one: Expected, sources: tuple[int, ...], sizes: dict[int, tuple[int, ...]], first: int) -> Expected:
-    from dataclasses import replace
+def _is_sized_by(before: Expected | None, one: Expected) -> bool:
+    """Whether the operation carries as many bytes as the one before it said, as object collectives do.
 
-    return replace(one, sources=sources, send_bytes=sizes, first_item=first)
+    Pickled objects have another size where they hold a path, a time or a loss, so both must be met whatever the size.
+    """
+    if before is None or before.dtype not in _SIZES or before.op in _REDUCTIONS:
+        return False
+    return one.dtype is DType.UINT8 and one.op not in _REDUCTIONS and one.op is not Op.ALL_TO_ALL
 
 
 def _short(ranks: Sequence[int]) -> str:
     if len(ranks) > 8 and tuple(ranks) == tuple(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     return ",".join(map(str, ranks[:16])) + (",..." if len(ranks) > 16 else "")
-
-

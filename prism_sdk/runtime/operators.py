@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from prism_sdk.runtime import refusals
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState
 from prismtrace.model import DType, Op, ReduceOp
 
@@ -83,6 +84,7 @@ def _all_gather_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs),
         deliveries=_gathered([[t] for t in outputs]), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
         equal_counts=len({t.numel() for t in outputs}) <= 1, sizes_differ=_list_misfit(outputs, group),
+        misfit=lambda: refusals.unequal(outputs, inputs[0]),
     )  # fmt: skip
 
 
@@ -91,6 +93,7 @@ def _all_gather_coalesced(group: GroupState, native: Native, args: tuple[Any, ..
     return Call(
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=[t for ts in by_member for t in ts],
         deliveries=_gathered(by_member), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
+        misfit=lambda: refusals.lists_misfit(by_member, inputs),
     )  # fmt: skip
 
 
@@ -109,6 +112,7 @@ def _all_gather_tensors(group: GroupState, native: Native, args: tuple[Any, ...]
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
         is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
         sizes_differ=_misfit((o.numel(), t.numel() * size) for o, t in zip(outputs, inputs, strict=True)),
+        misfit=lambda: refusals.chunks_misfit(zip(outputs, inputs, strict=True), size),
     )  # fmt: skip
 
 
@@ -140,6 +144,7 @@ def _gather(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
         Op.GATHER, group, native, contribution=list(inputs), outputs=gathered,
         deliveries=_gathered([[t] for t in gathered]), root=root, is_async=_argument(args, 4, True),
         dtype=dtype_of(inputs), sizes_differ=_list_misfit(gathered, group) if mine else None,
+        misfit=lambda: refusals.unequal(gathered, inputs[0]),
     )  # fmt: skip
 
 
@@ -152,6 +157,7 @@ def _scatter(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
         Op.SCATTER, group, native, contribution=pieces, outputs=list(outputs),
         deliveries=_slices(outputs, root, offset), root=root, is_async=_argument(args, 4, True),
         dtype=dtype_of(outputs), sizes_differ=_list_misfit(pieces, group) if mine else None,
+        misfit=lambda: refusals.unequal(pieces, outputs[0]),
     )  # fmt: skip
 
 
@@ -168,6 +174,7 @@ def _reduce_scatter_tensors(group: GroupState, native: Native, args: tuple[Any, 
         Op.REDUCE_SCATTER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
         reduce_op=_REDUCE_OPS[args[3].op()], is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
         sizes_differ=_misfit((t.numel(), o.numel() * len(group.ranks)) for o, t in zip(outputs, inputs, strict=True)),
+        misfit=lambda: refusals.scattered_misfit(zip(outputs, inputs, strict=True), len(group.ranks)),
     )  # fmt: skip
 
 
@@ -178,6 +185,7 @@ def _reduce_scatter_list(group: GroupState, native: Native, args: tuple[Any, ...
         Op.REDUCE_SCATTER, group, native, contribution=inputs, outputs=[output],
         deliveries=[Delivery(output, COMBINED, offset)], reduce_op=_REDUCE_OPS[args[3].op()],
         is_async=_argument(args, 4, True), dtype=dtype_of(inputs), sizes_differ=_list_misfit(inputs, group),
+        misfit=lambda: refusals.unequal(inputs[group.group_rank : group.group_rank + 1], output),
     )  # fmt: skip
 
 
@@ -188,6 +196,7 @@ def _all_to_all_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
         send_bytes=[t.nbytes for t in inputs], splits_in=[t.numel() for t in inputs],
         splits_out=[t.numel() for t in outputs], is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
         equal_counts=False, sizes_differ=_list_misfit(inputs, group) or _list_misfit(outputs, group),
+        misfit=lambda: refusals.unequal([*inputs, *outputs], inputs[0]) if inputs else None,
     )  # fmt: skip
 
 
@@ -199,13 +208,18 @@ def _all_to_all_tensor(group: GroupState, native: Native, args: tuple[Any, ...])
     row_bytes = tensor[0].nbytes if tensor.dim() and tensor.size(0) else 0
     per_row = tensor[0].numel() if row_bytes else 0
     out_per_row = output[0].numel() if output.dim() and output.size(0) else 0
+    even = not (splits_in or splits_out)
+    fits = output.dim() > 0 and sum(rows_out) == output.size(0) and min(rows_out) >= 0  # else check() refuses the call
+    sent, received = [n * per_row for n in rows_in], [n * out_per_row for n in rows_out]
     return Call(
         Op.ALL_TO_ALL, group, native, contribution=[tensor], outputs=[output],
-        receive_tensors=list(output.split(rows_out, dim=0)) if output.dim() else [],
-        send_bytes=[n * row_bytes for n in rows_in], splits_in=[n * per_row for n in rows_in],
-        splits_out=[n * out_per_row for n in rows_out], is_async=_argument(args, 5, True), dtype=dtype_of([tensor]),
-        equal_counts=not (splits_in or splits_out),
+        receive_tensors=list(output.split(rows_out, dim=0)) if fits else [],
+        send_bytes=[n * row_bytes for n in rows_in], splits_in=sent, splits_out=received,
+        is_async=_argument(args, 5, True), dtype=dtype_of([tensor]), equal_counts=even,
         sizes_differ=_misfit([(sum(rows_in), _length(tensor)), (sum(rows_out), _length(output))]),
+        misfit=lambda: refusals.exchange_misfit(
+            output, tensor, even=even, sent=sent, received=received, me=group.group_rank, size=size
+        ),
     )  # fmt: skip
 
 

@@ -6,18 +6,20 @@ Responsible for the rank's side of an operation; matching and scheduling are the
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from prism_sdk.errors import CollectiveMismatchError, PrismError
 from prism_sdk.runtime import tracer as rows
@@ -32,7 +34,7 @@ from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
-from prism_sdk.runtime.work import PrismWork, outstanding_works
+from prism_sdk.runtime.work import PrismWork, outstanding_works, place_results
 from prismtrace.model import Op
 
 _STEP_BACK_S = 0.002
@@ -138,6 +140,7 @@ class RecordSeam(Seam):
         self.tracer = tracer
         self.conversation = Conversation(channel)
         self.arena = Arena(spec.arena_fd, spec.rank)
+        self.groups: list[GroupState] = []
         self._serial = 0
         self._told_step = -1
         self._clock = 0  # logical time (Lamport), which orders messages that a receive from any source may take
@@ -147,9 +150,11 @@ class RecordSeam(Seam):
 
         install_rendezvous(self.conversation, self.release)
         install_coalescing()
+        install_destroying(lambda: self.groups)
         install_futures()
 
     def group_created(self, group: GroupState) -> None:
+        self.groups.append(group)
         trace_group(self.tracer, group)
         ranks = group.ranks if group.group_rank == 0 else None
         self.conversation.tell(("group", group.group_id, group.description or group.name, ranks))
@@ -178,6 +183,7 @@ class RecordSeam(Seam):
                 self.tracer.complete(unit, now_ns())
             else:
                 self.tracer.wait(unit, start, now_ns(), blocked=True)
+                place_before(call, seq)
 
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
@@ -185,7 +191,8 @@ class RecordSeam(Seam):
         def late_wait() -> None:
             self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
 
-        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async, late_wait=late_wait)
+        line = None if call.is_p2p else (call.group.group_id, seq)
+        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async, late_wait=late_wait, line=line)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
@@ -311,6 +318,29 @@ class RecordSeam(Seam):
                 return
 
 
+def place_before(call: Call, seq: int) -> None:
+    """All members have called the collectives before one that needed them all: those are complete as well."""
+    if call.needs == "all" and not call.is_p2p:
+        place_results(call.group.group_id, before=seq)
+
+
+def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
+    """A group that is destroyed completes what was begun in it, as gloo does."""
+    original = distributed_c10d.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: Any = None) -> None:
+        if sys.exc_info()[0] is None:  # a program that fails waits for nobody
+            name = None if group in (None, dist.GroupMember.WORLD) else getattr(group, "group_name", "")
+            for state in groups():
+                if name is None or state.name == name:
+                    place_results(state.group_id)
+        original(group)
+
+    distributed_c10d.destroy_process_group = destroy_process_group
+    dist.destroy_process_group = destroy_process_group
+
+
 def install_coalescing() -> None:
     """Make explicit coalescing a list of operations: torch's fake backend would drop them (it does so silently)."""
     group_class: Any = dist.ProcessGroup
@@ -335,8 +365,4 @@ class _Several(PrismWork):
             for work in works:
                 work.wait(timeout)
 
-        super().__init__(
-            complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None
-        )
-
-
+        super().__init__(complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None)

@@ -20,9 +20,7 @@ def parts_directory(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
-def merge_shards(
-    parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None
-) -> int:
+def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None) -> int:
     """Merge the shards in `parts` into `output` and remove them; returns how many there were.
 
     With `steps` only the units, scalars and rows of those steps go into the output.

@@ -96,9 +96,7 @@ def _bytes(value: Any) -> bytes:
     return value.encode() if isinstance(value, str) else bytes(value)
 
 
-def install_rendezvous(
-    conversation: Conversation, release: Callable[[list[tuple[int, int]]], None]
-) -> None:
+def install_rendezvous(conversation: Conversation, release: Callable[[list[tuple[int, int]]], None]) -> None:
     """Replace the handlers of env:// and tcp:// by ones that hand out the launcher's store."""
 
     def handler(url: str, timeout: timedelta = _DEFAULT_TIMEOUT, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:

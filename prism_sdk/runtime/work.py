@@ -25,6 +25,8 @@ from torch._C._distributed_c10d import Work
 from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
 
 _live: dict[int, PrismWork] = {}
+#: Collectives that nobody has waited for yet, by group and number.
+_unwaited: dict[int, dict[int, PrismWork]] = {}
 _finished: deque[PrismWork] = deque(maxlen=4096)
 
 
@@ -33,14 +35,32 @@ def outstanding_works() -> list[PrismWork]:
     return list(_live.values())
 
 
+def place_results(group_id: int, *, before: int | None = None) -> None:
+    """Put the results of a group's collectives in place that nobody has waited for.
+
+    With `before`, of those with lower numbers that are complete; without, of all, waiting for them. A backend's thread
+    would have written them by then.  It counts as no wait: what the program waits for later is traced there.
+    """
+    works = _unwaited.get(group_id)
+    if not works:
+        return
+    for seq in [seq for seq in works if before is None or seq < before]:
+        if seq in works:
+            works[seq].place(wait=before is None)
+
+
 class PrismWork(Work):
     """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
 
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
         outputs: Sequence[torch.Tensor], *, is_async: bool = True, late_wait: Callable[[], None] | None = None,
+        line: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
-        """`late_wait` notes a wait for what polling has completed; without it polling completes nothing (observe)."""
+        """`late_wait` notes a wait for what polling has completed; without it polling completes nothing (observe).
+
+        `line`: group and number of a collective whose results are put in place also if nobody waits (`place_results`).
+        """
         super().__init__()
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
@@ -53,6 +73,9 @@ class PrismWork(Work):
         self._error: BaseException | None = None
         self.source = -1  # group rank that a receive from any source was matched with
         _live[id(self)] = self
+        self._line = line
+        if line is not None:
+            _unwaited.setdefault(line[0], {})[line[1]] = self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         complete = self._complete
@@ -80,6 +103,15 @@ class PrismWork(Work):
         if not self._is_async and self._future is None:
             self._outputs = []  # nobody can ask for them
         _live.pop(id(self), None)
+        if self._line is not None:
+            _unwaited[self._line[0]].pop(self._line[1], None)
+
+    def place(self, *, wait: bool) -> None:
+        """Put the results in place if the operation is complete, or once it is; the program does not learn of it."""
+        if self._poll is not None and (wait or self._poll()):
+            self._is_late = True
+            with background(is_seen=False), contextlib.suppress(RuntimeError):  # kept for those who ask
+                self.wait()
 
     def __del__(self) -> None:
         """Python has dropped the handle. C++ may not have: the bare Python half is brought back to life for it."""

@@ -174,6 +174,9 @@ BAD = {
     "world size": (["emulate", "--graph", "calibrated.prism", "--nproc-per-node", "2", "train.py"], 2, "has 4"),
     "bare to emulate": (["emulate", "--graph", "bare.prism", "train.py"], 2, "prism calibrate"),
     "emulated to calibrate": (["calibrate", "--graph", "emulated.prism", "train.py"], 2, "result of an emulation"),
+    "slots of an emulation": (
+        ["emulate", "--graph", "calibrated.prism", "--slots", "2", "train.py"], 2, "--slots has no meaning",
+    ),
     "no graph": (["emulate", "train.py"], 2, "--graph"),
     "graph missing": (["emulate", "--graph", "none.prism", "train.py"], 3, "none.prism"),
     "graph not a trace": (["emulate", "--graph", "train.py", "train.py"], 3, "train.py"),

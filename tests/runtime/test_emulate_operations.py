@@ -97,9 +97,28 @@ EVERYTHING = """
         got["from-any"] = tensor.tolist()
     elif rank == 2:
         dist.send(base[:3], 1, tag=2)
+    unwaited, kept, late = base.clone(), torch.zeros(6 * size), mine.clone()
+    dist.all_reduce(unwaited, async_op=True)
+    handle = dist.all_gather_into_tensor(kept, base, async_op=True)
     dist.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(got))
+    got["unwaited"] = [unwaited.tolist(), kept.tolist()]  # the backend's thread has written them by now
+    got["refused"] = []
+    for refused in (
+        lambda: dist.all_to_all_single(torch.zeros(size, 2), torch.ones(2, size).t()),
+        lambda: dist.all_gather([torch.zeros(6 - min(i, 1)) for i in range(size)], base),
+        lambda: dist.all_reduce(torch.ones(2).short()),
+        lambda: dist.all_reduce(torch.ones(2).long(), dist.ReduceOp.AVG),
+        lambda: dist.reduce_scatter_tensor(torch.zeros(3).double(), torch.zeros(3 * size)),
+    ):
+        try:
+            refused()
+        except Exception as error:
+            got["refused"].append(type(error).__name__)
+    dist.barrier()
+    dist.all_reduce(late, async_op=True)
     dist.destroy_process_group()
+    got["late"] = late.tolist()
+    (folder / f"{rank}.json").write_text(json.dumps(got))
 """
 
 
@@ -143,8 +162,12 @@ def operations(lab: Laboratory) -> Operations:
 @pytest.mark.parametrize("sandbox", ["0", "3", "1,2"])
 def test_every_operation_returns_what_it_returned_in_the_recording(operations: Operations, sandbox: str) -> None:
     found, facts = operations.emulate(sandbox, "-O", "prefetch_bytes=100000")
+    got_sum = [60.0 + 4 * i for i in range(6)]
     for rank, values in found.items():
         assert values == got(operations.recorded, rank)
+        assert values["unwaited"] == [got_sum, [10.0 * other + i for other in range(4) for i in range(6)]]
+        assert values["late"] == got_sum
+        assert values["refused"] == ["ValueError", *["RuntimeError"] * 4]
         assert facts[f"rank.{rank}.reductions_compensated"] == "0"
         assert facts[f"rank.{rank}.operations_without_values"] == "0"
     assert found.get(0, {}).get("early", False) is False
@@ -158,12 +181,13 @@ def test_what_a_rank_changes_is_made_up_for_and_not_overwritten(operations: Oper
     def more(name: str, by: float = extra) -> Any:
         return (np.array(before[name]) + by).tolist()
 
-    for name in ("sum", "sum-int", "pair", "strided", "reduce"):
+    added = {"sum", "sum-int", "pair", "strided", "reduce", "late"}
+    for name in added:
         assert after[name] == more(name), name
     assert after["reduce-scatter"] == more("reduce-scatter")
     assert after["max"] == [100.0 + i for i in range(6)]
     assert after["min"] == before["min"]  # still the lowest that anybody is known to have given
     assert after["coalesced"] == [(np.array(before["coalesced"][0]) + extra).tolist(), before["coalesced"][1]]
-    for name in before.keys() - {"sum", "sum-int", "pair", "strided", "reduce", "reduce-scatter", "max", "coalesced"}:
+    for name in before.keys() - added - {"reduce-scatter", "max", "coalesced"}:
         assert after[name] == before[name], name
-    assert int(facts["rank.0.reductions_compensated"]) == 9
+    assert int(facts["rank.0.reductions_compensated"]) == 10

@@ -73,6 +73,63 @@ def test_an_interrupt_ends_everything_and_keeps_what_was_recorded(
         assert reader.num_units(0) > 20 and reader.num_units(1) > 20
 
 
+# workers that are killed between opening a file of shared memory and unlinking it, and files that are none of theirs
+LEAVES_SHARED_MEMORY = """
+    import multiprocessing, os, pathlib, subprocess, sys, time
+
+    def work(context):
+        if context == "fork" or "wait" in sys.argv:
+            pathlib.Path(f"/dev/shm/torch_{os.getpid()}_123_0").touch()
+        if context == "fork":
+            pathlib.Path(f"/dev/shm/torch_{PARENT}_123_{os.getpid()}").touch()
+        pathlib.Path(f"worker-{context}-{os.getpid()}").touch()
+        time.sleep(300)
+
+    if __name__ == "__main__":
+        PARENT = os.environ["A_STRANGER"]
+        for context in ("fork", "spawn"):
+            lock = multiprocessing.get_context(context).Lock()
+            worker = multiprocessing.get_context(context).Process(target=work, args=(context,))
+            worker.start()
+        dead = multiprocessing.get_context("fork").Process(target=work, args=("fork",))
+        dead.start()
+        while len(list(pathlib.Path().glob("worker-*"))) < 3:
+            time.sleep(0.02)
+        dead.kill()
+        dead.join()
+        pathlib.Path("ready-0").touch()
+        while "wait" in sys.argv:
+            time.sleep(1)
+        for worker in multiprocessing.active_children():
+            worker.kill()
+"""
+
+
+@pytest.mark.parametrize("end", ["interrupt", "kill the launcher", "well"])
+def test_shared_memory_of_killed_workers_does_not_stay_and_that_of_strangers_does(bench: Any, end: str) -> None:
+    stranger = bench.start("true")
+    stranger.wait()
+    before = _shared_memory()
+    script = bench.script(LEAVES_SHARED_MEMORY)
+    arguments = () if end == "well" else ("wait",)
+    process = bench.prism("observe", script, arguments=arguments, env={"A_STRANGER": str(stranger.pid)})
+    try:
+        bench.wait_for(lambda: (bench.folder / "ready-0").exists())
+        if end == "interrupt":
+            assert len(_shared_memory() - before) >= 5
+            process.send_signal(signal.SIGTERM)
+        elif end == "kill the launcher":
+            process.kill()
+        process.communicate()
+        bench.assert_nothing_left(within_s=5.0)
+        left = _shared_memory() - before
+        assert len(left) == 2
+        assert all(name.startswith(f"torch_{stranger.pid}_123_") for name in left)
+    finally:
+        for path in Path("/dev/shm").glob(f"torch_{stranger.pid}_123_*"):
+            path.unlink()
+
+
 def test_a_second_ctrl_c_does_not_wait_for_a_rank_that_takes_its_time(bench: Any) -> None:
     script = bench.script("""
     import pathlib, signal, time

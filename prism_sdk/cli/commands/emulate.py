@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import click
+
 from prism_sdk.cli.commands.calibrate import BACKEND
-from prism_sdk.cli.commands.record import SLOTS
 from prism_sdk.cli.launching import launch_command, option
 from prism_sdk.cli.parsing import RANKS
 from prism_sdk.runtime.config import LaunchMode
@@ -11,10 +12,19 @@ from prism_sdk.runtime.config import LaunchMode
 SANDBOX = option("--sandbox", type=RANKS, help="The ranks to run for real, e.g. 0,5-7.  [default: 0]")
 
 
+def _refuse_slots(_context: click.Context, _option: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        raise click.UsageError("--slots has no meaning for an emulation: all its sandbox ranks run at the same time, "
+                               "each with cores of its own. --sandbox says which ranks, and so how many.")  # fmt: skip
+
+
+NO_SLOTS = option("--slots", hidden=True, expose_value=False, callback=_refuse_slots)
+
+
 @launch_command(
     LaunchMode.EMULATE,
     output="emulated.prism",
-    extra=[SANDBOX, SLOTS, BACKEND],
+    extra=[SANDBOX, NO_SLOTS, BACKEND],
     graph="The calibrated graph, from `prism calibrate`.",
 )
 def command() -> None:

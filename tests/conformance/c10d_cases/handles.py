@@ -24,6 +24,22 @@ def async_waits_out_of_order(ctx: Context) -> Any:
 
 
 @case()
+def async_never_waited_for(ctx: Context) -> Any:
+    """The backend's thread writes the results all the same; a barrier waits for what was begun before it."""
+    dropped, kept, into = whole(ctx), whole(ctx, offset=1), torch.zeros(6 * ctx.world_size)
+    dist.all_reduce(dropped, async_op=True)
+    works = [dist.all_gather_into_tensor(into, whole(ctx), async_op=True), dist.broadcast(kept, src=0, async_op=True)]
+    dist.barrier()
+    values = [dropped.clone(), kept.clone(), into.clone()]
+    group = dist.new_group()
+    last = whole(ctx)
+    dist.all_reduce(last, group=group, async_op=True)
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return [values, last, [work.wait() for work in works]]
+
+
+@case()
 def async_of_every_kind(ctx: Context) -> Any:
     reduced, sent = whole(ctx), whole(ctx, offset=1)
     gathered, into = [torch.zeros(6) for _ in ctx.peers], torch.zeros(6 * ctx.world_size)

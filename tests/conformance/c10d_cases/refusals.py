@@ -70,6 +70,91 @@ def refused_sizes(ctx: Context) -> Any:
     ]
 
 
+def strided(*shape: int) -> torch.Tensor:
+    """Not contiguous, and of this shape."""
+    return torch.arange(2.0 * torch.Size(shape).numel()).view(*shape, 2)[..., 0]
+
+
+@case()
+def refused_shapes_of_gathers(ctx: Context) -> Any:
+    """The numbers of elements fit in most of these; gloo wants equal shapes."""
+    size = ctx.world_size
+    unequal = [torch.zeros(6 - min(member, 1)) for member in range(size)]
+    return [
+        attempt(lambda: dist.all_gather(unequal, whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather([torch.zeros(8) for _ in range(size)], whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather([torch.zeros(3, 2) for _ in range(size)], whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather([torch.zeros(6) for _ in range(size + 1)], whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather_into_tensor(torch.zeros(size * 6), whole(ctx).view(3, 2)), text=False),
+        attempt(lambda: dist.all_gather_into_tensor(torch.zeros(size, 6), whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather_into_tensor(torch.zeros(size), torch.tensor(1.0)), text=False),
+        attempt(lambda: dist.all_gather_into_tensor(torch.zeros(size * 6).double(), whole(ctx)), text=False),
+        attempt(lambda: dist.all_gather_coalesced([[torch.zeros(6)] for _ in range(size)], [whole(ctx), whole(ctx)]),
+                text=False),
+        attempt(lambda: dist.all_gather_coalesced([[torch.zeros(3, 2)] for _ in range(size)], [whole(ctx)]),
+                text=False),
+    ]  # fmt: skip
+
+
+@case()
+def refused_shapes_of_scattered_reductions(ctx: Context) -> Any:
+    size = ctx.world_size
+    return [
+        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(2, 3), torch.ones(size * 6)), text=False),
+        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(3, 4), torch.ones(size * 3, 2, 2)), text=False),
+        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(6).double(), torch.ones(size * 6)), text=False),
+        attempt(lambda: dist.reduce_scatter(torch.zeros(5), [whole(ctx) for _ in range(size)]), text=False),
+        attempt(lambda: dist.reduce_scatter(torch.zeros(3, 2), [whole(ctx) for _ in range(size)]), text=False),
+        attempt(lambda: dist.reduce_scatter(torch.zeros(6), [whole(ctx) for _ in range(size - 1)]), text=False),
+    ]
+
+
+@case()
+def refused_exchanges(ctx: Context) -> Any:
+    size = ctx.world_size
+    ones = [1] * size
+    return [
+        attempt(lambda: dist.all_to_all_single(torch.zeros(size, 3), strided(size, 3))),
+        attempt(lambda: dist.all_to_all_single(torch.zeros(size, 3), strided(size, 3), ones, ones)),
+        attempt(lambda: dist.all_to_all_single(torch.zeros(size, 2), torch.ones(size, 3)), text=False),
+        attempt(lambda: dist.all_to_all_single(torch.zeros(size, 6), torch.ones(size, 3), ones, ones), text=False),
+        attempt(lambda: dist.all_to_all([torch.zeros(5) for _ in range(size)], [whole(ctx) for _ in range(size)]),
+                text=False),
+        attempt(lambda: dist.all_to_all([torch.zeros(3, 2) for _ in range(size)], [whole(ctx) for _ in range(size)]),
+                text=False),
+        attempt(lambda: dist.all_to_all([torch.zeros(6)], [whole(ctx)]), text=False) if size > 1 else "",
+    ]  # fmt: skip
+
+
+@case()
+def refused_types_of_numbers(ctx: Context) -> Any:
+    """gloo has no word for these; where the call is not waited for, its error comes later than ours."""
+    peers = range(ctx.world_size)
+    found = []
+    for dtype in (torch.int16, torch.uint16, torch.float8_e4m3fn):
+        few, many = torch.zeros(2).to(dtype), torch.zeros(2 * ctx.world_size).to(dtype)
+        found += [
+            attempt(lambda: dist.all_reduce(few), text=False),  # noqa: B023 - called at once
+            attempt(lambda: dist.broadcast(few, src=0), text=False),  # noqa: B023
+            attempt(lambda: dist.all_gather([few.clone() for _ in peers], few), text=False),  # noqa: B023
+            attempt(lambda: dist.all_gather_into_tensor(many, few), text=False),  # noqa: B023
+            attempt(lambda: dist.reduce_scatter_tensor(few, many), text=False),  # noqa: B023
+            attempt(lambda: dist.all_to_all_single(many.clone(), many), text=False),  # noqa: B023
+        ]
+    whole_numbers, complex_ones = torch.ones(2).long(), torch.ones(2).to(torch.complex64)
+    average = dist.ReduceOp.AVG
+    found += [
+        attempt(lambda: dist.all_reduce(whole_numbers, op=average), text=False),
+        attempt(lambda: dist.reduce(whole_numbers, dst=0, op=average), text=False),
+        attempt(lambda: dist.reduce_scatter_tensor(whole_numbers, whole_numbers.repeat(ctx.world_size), op=average),
+                text=False),
+        attempt(lambda: dist.reduce(complex_ones, dst=0, op=dist.ReduceOp.MAX), text=False),
+        attempt(lambda: dist.reduce_scatter_tensor(complex_ones, complex_ones.repeat(ctx.world_size),
+                                                   op=dist.ReduceOp.PRODUCT), text=False),
+    ]  # fmt: skip
+    return found
+
+
 @case()
 def refused_groups(ctx: Context) -> Any:
     return [

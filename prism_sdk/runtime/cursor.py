@@ -1,0 +1,111 @@
+"""Where a sandbox rank is in its script: holds each call against the recorded one, and goes round in the last step.
+
+Responsible for what counts as the same operation and for the words when it is another; emulate.py gives times and
+values.
+"""
+
+from __future__ import annotations
+
+from prism_sdk.errors import BeyondRecordingError, TraceMismatchError
+from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.manifest import Expected, Script
+
+
+class Cursor:
+    """Where the rank is in its script; beyond the recorded steps it goes round in the last one."""
+
+    def __init__(self, script: Script, file: str) -> None:
+        """`file` is the graph that the script was read from, for messages."""
+        self.script = script
+        self._file = file
+        self._position = 0
+        self.rounds = 0  # how often it went back to the beginning of the last whole step
+        self.stand_ins: list[tuple[Expected, Expected]] = []  # (met behind the last step, what it was of the step)
+
+    def next(self, call: Call, *, step: int) -> tuple[Expected, int]:
+        """The expectation that `call` in `step` meets, and by how many payloads its own have moved on."""
+        script = self.script
+        self._go_round(call)
+        if not self._meets(self._position, call):
+            raise self._mismatch(call, step)
+        one = script.expected[self._position]
+        self._position += 1
+        return one, self.rounds * script.items_per_round
+
+    def _mismatch(self, call: Call, step: int) -> TraceMismatchError:
+        script, position = self.script, self._position
+        one = script.expected[position] if position < len(script.expected) else None
+        wanted = "no further communication" if one is None else one.describe()
+        unit_index = None if one is None else one.unit_index
+        behind = position - script.last_step_end
+        is_repeating = step > script.last_step and behind >= 0 and script.last_step_begin < script.last_step_end
+        if not self.rounds and not is_repeating:
+            return TraceMismatchError(
+                script.rank, unit_index=unit_index, expected=wanted, found=describe(call), file=self._file
+            )
+        if behind >= 0:
+            again = script.last_step_begin + behind
+            if again < script.last_step_end:
+                repeated = script.expected[again]
+                end = f" (or, at the job's end, {wanted})" if one is not None else ""
+                wanted, unit_index = repeated.describe() + end, repeated.unit_index
+        return BeyondRecordingError(
+            script.rank, step=step, repeated_step=script.last_step, unit_index=unit_index, expected=wanted,
+            found=describe(call), file=self._file,
+        )  # fmt: skip
+
+    @property
+    def num_left(self) -> int:
+        """Recorded operations that the program did not come to."""
+        return 0 if self.rounds else len(self.script.expected) - self._position
+
+    def _go_round(self, call: Call) -> None:
+        """Behind the last whole step, go back to it if the program trains on.
+
+        What was recorded behind it is the end of the job, but may be the beginning of a step as well (a loss that is
+        logged): as many operations as were met there are skipped in the step.
+        """
+        script = self.script
+        behind = self._position - script.last_step_end
+        if behind < 0 or script.last_step_begin == script.last_step_end:
+            return
+        if self._meets(self._position, call) and not (self.rounds and behind == 0):
+            return
+        if self._meets(script.last_step_begin + behind, call):
+            self._position = script.last_step_begin + behind
+            self.rounds += 1
+            for ordinal in range(behind):
+                met = script.expected[script.last_step_end + ordinal]
+                self.stand_ins.append((met, script.expected[script.last_step_begin + ordinal]))
+
+    def shift_of(self, one: Expected) -> int:
+        """By how many steps an operation lies beyond the recorded one that stands for it."""
+        return self.rounds if one.step == self.script.last_step else 0
+
+    def _meets(self, position: int, call: Call) -> bool:
+        if position >= len(self.script.expected):
+            return False
+        one = self.script.expected[position]
+        group = call.group
+        peer = call.other_rank
+        if one.op is not call.op or one.group_ranks != group.ranks or one.dtype != call.dtype:
+            return False
+        if one.reduce_op != call.reduce_op or (peer is not None and group.ranks[peer] != one.peer):
+            return False
+        if call.is_p2p and one.tag != (call.tag or 0):
+            return False
+        if call.splits_in is not None:  # routed tokens may differ from step to step
+            return self.rounds > 0 or one.num_elements_in == call.num_elements_in
+        if one.size_may_differ:
+            return True
+        return one.num_elements_in == call.num_elements_in and one.num_elements_out == call.num_elements_out
+
+
+def describe(call: Call) -> str:
+    """A call in the words of `Expected.describe`."""
+    peer = call.other_rank
+    group = call.group
+    return Expected(
+        0, 0, call.op, call.reduce_op, call.dtype, 0, group.ranks, 0, None if peer is None else group.ranks[peer], 0,
+        call.num_elements_in, call.num_elements_out, None,
+    ).describe()  # fmt: skip

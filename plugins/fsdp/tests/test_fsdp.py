@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,10 +120,17 @@ def test_losses_are_the_same_under_all_and_without_the_adapter(job: Job) -> None
     assert all(values == pytest.approx(per_kind[0], rel=1e-4) for values in per_kind)
 
 
-def test_observing_gives_the_same_names(job: Job) -> None:
-    done = job.launches.observe(JOB, ["fsdp2"], num_ranks=2)
-    order = unit_order(done.trace, 1, step=1)
+def test_observing_gives_the_same_names_and_the_collectives_of_the_flight_recorder(job: Job) -> None:
+    launches = Launches(job.launches.folder, plugin="prismtrace_fsdp", environment={"TORCH_FR_BUFFER_SIZE": "2000"})
+    done = launches.observe(JOB, ["ddp", "fsdp2"], num_ranks=2)
+    order = unit_order(done.trace, 1, step=3)
     assert counted(order, "grad_sync", "reduce_scatter") == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
+    (line,) = [line for line in done.out.splitlines() if line.startswith("flight recorder")]
+    seen = json.loads(line.removeprefix("flight recorder "))
+    ours = Counter(unit.op for unit in unit_order(done.trace, 0, named_only=False) if unit.op is not None)
+    assert len(seen) == sum(ours.values()) and len(seen) > 20
+    gathers = sum(1 for name in seen if "all_gather" in name)
+    assert gathers == ours["all_gather"]  # gloo does a reduce-scatter as an all-reduce, and says so
 
 
 @pytest.mark.slow

@@ -7,6 +7,10 @@
 PRISM_TORCH ?= torch==2.13.0
 ARGS ?=
 
+# Frameworks that only the tests of their adapters need. They bring no torch with them; without them those tests are skipped.
+# megatron-core says that it wants Python 3.12, and works with 3.11.
+FRAMEWORKS ?= megatron-core==0.17.1 deepspeed==0.19.8 einops hjson msgpack ninja py-cpuinfo
+
 VENV := .venv
 BIN := $(VENV)/bin
 PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
@@ -60,6 +64,11 @@ $(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml)
 	@echo '==> installing test tools and the plugins of this repository'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
+	@echo '==> installing frameworks for the tests of their adapters'
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet setuptools wheel pydantic tqdm psutil packaging \
+		&& $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
+			--ignore-requires-python $(FRAMEWORKS) \
+		|| echo 'note: they could not be installed; tests that need them are skipped'
 	@touch $@
 
 demo: $(STAMP)

@@ -47,6 +47,7 @@ _COMMANDS = {
     },
     "Look after the installation": {
         "plugins": "List plugins, and why one does not load.",
+        "plugin": "Start a plugin of your own.",
         "doctor": "Check this machine and this installation.",
     },
 }

@@ -14,11 +14,9 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FLAGS = (
-    "-std=c11 -D_GNU_SOURCE -O2 -g -fPIC -fvisibility=hidden -Wall -Wextra -shared "
-    # NCCL closes the library with its last communicator, and calls it afterwards: it must stay where it is
-    "-Wl,-z,nodelete -Wl,-z,defs"
-).split()
+FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared"]
+# NCCL closes the library with its last communicator, and calls it afterwards: it must stay where it is
+FLAGS += ["-Wl,-z,nodelete", "-Wl,-z,defs"]
 LIBRARIES = ["-ldl", "-lpthread"]
 
 

@@ -60,8 +60,8 @@ static void call_collective(struct job *job, uint64_t seq) {
   play_state(p, group_api, 23, 0);
   play_stop(p, api);
   play_state(p, group_api, 24, 0);
-  int64_t launched = now_ns();
   void *launch = play_launch(p, context, group_api);
+  int64_t launched = now_ns();
   play_stop(p, launch);
   void *group = play_group(p, context);
   void *coll = play_coll(p, context, api, group, job->hash, job->rank, seq, 1000 + seq, job->num_channels);
@@ -79,8 +79,9 @@ static void call_message(struct job *job, uint64_t seq) {
   play_stop(p, send_api);
   void *recv_api = play_p2p_api(p, job->context, group_api, "Recv", 64, "ncclBfloat16");
   play_stop(p, recv_api);
+  void *launch = play_launch(p, job->context, group_api);
   int64_t launched = now_ns();
-  play_stop(p, play_launch(p, job->context, group_api));
+  play_stop(p, launch);
   void *group = play_group(p, job->context);
   void *send = play_p2p(p, job->context, send_api, group, job->hash, job->rank, 1, 64, 1);
   void *recv = play_p2p(p, job->context, recv_api, group, job->hash, job->rank, 1, 64, 0);
@@ -110,9 +111,11 @@ static void progress(struct job *job, struct work work) {
     int channel = plays("reorder") ? job->num_channels - 1 - i : i;
     if (plays("missing") && work.seq % 5 == 0 && channel == 0) continue;
     int64_t now = now_ns();
-    int64_t end = now - 100 > work.launched_ns + 300 ? now - 100 : now;
+    int64_t begin = work.launched_ns + 150 + channel;
+    while (now < begin) now = now_ns();
+    int64_t end = now - 100 > begin ? now - 100 : now;
     if (work.seq % 64 == 0 && kernels[channel]) {
-      void *phase = play_phase(p, job->context, kernels[channel], channel, gpu_time(end - 50));
+      void *phase = play_phase(p, job->context, kernels[channel], channel, gpu_time(begin));
       play_state(p, phase, ST_KERNEL_PHASE_STOP, gpu_time(end));
       play_stop(p, phase);
     }

@@ -195,6 +195,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         plugins=tuple(values["plugins"]),
         payloads=None if payloads is None else PayloadMode(payloads),
         pin=values["pin"],
+        nccl_profiler=bool(values.get("nccl_profiler")),
         options=dict(values["options"]),
         quiet=values["quiet"],
         json=values["as_json"],

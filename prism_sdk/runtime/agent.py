@@ -26,6 +26,7 @@ from prism_sdk.runtime import wire
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.naming import activate_adapters
+from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
@@ -81,6 +82,7 @@ class Agent:
         if self.interceptor.active:
             with contextlib.suppress(Exception):
                 self._adapters.close()
+            flush_profiler(os.environ.get("NCCL_PROFILER_PLUGIN", ""))
             self.seam.finish(status)
             self.tracer.finish(status)
 

@@ -109,6 +109,8 @@ class LaunchConfig:
     plugins: tuple[str, ...] = ()
     payloads: PayloadMode | None = None
     pin: bool = True
+    nccl_profiler: bool = False
+    """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False
     json: bool = False

@@ -21,12 +21,14 @@ from pathlib import Path
 
 import prismtrace
 from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.nccl.library import profiler_environment
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 
@@ -119,6 +121,8 @@ def run_job(
             for position, rank in enumerate(ranks)
         ]
         environment = _environment(config)
+        if config.nccl_profiler:
+            environment |= profiler_environment(prepare_records(config.output))
         error: PrismError | None = None
         host = RankHost(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
@@ -154,6 +158,8 @@ def run_job(
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
     wall_ns = time.monotonic_ns() - started
+    if config.nccl_profiler:
+        join_records(config.output, report)
     report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
     summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
     return LaunchResult(0, config.output, world_size, wall_ns, summary)

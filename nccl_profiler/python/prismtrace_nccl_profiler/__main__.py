@@ -1,4 +1,4 @@
-"""`python -m prismtrace_nccl_profiler` prints where the library lies, for NCCL_PROFILER_PLUGIN; it does nothing else."""
+"""`python -m prismtrace_nccl_profiler` prints where the library lies, for NCCL_PROFILER_PLUGIN; nothing else."""
 
 import sys
 

@@ -34,7 +34,7 @@ FIND_PYTHON = for candidate in "$(PYTHON)" python3.11 python3.12 python3.13 pyth
 	fi; \
 	done
 
-$(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
+$(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml) nccl_profiler/pyproject.toml $(wildcard nccl_profiler/src/*)
 	@set -eu; \
 	if ! $(BIN)/python -c 'import sys, pip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; then \
 		python=$$($(FIND_PYTHON)); \
@@ -52,6 +52,12 @@ $(STAMP): pyproject.toml $(PLUGINS:%=%/pyproject.toml)
 	@echo '==> installing Prism, its test tools and the plugins of this repository'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
+	@if command -v "$${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1; \
+	then \
+		$(BIN)/python -m pip install --disable-pip-version-check --quiet -e './nccl_profiler[test]'; \
+	else \
+		echo '==> no C compiler: the NCCL profiler is left out, and its tests are skipped'; \
+	fi
 	@$(BIN)/python -c 'import torch, prismtrace, prism_sdk; print("==> ready: torch", torch.__version__)'
 	@rm -f $(VENV)/.prism-*
 	@touch $@
@@ -69,4 +75,5 @@ lint: setup
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output
+	rm -f nccl_profiler/python/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -139,7 +139,8 @@ class Communicator:
             self.nccl.launch([(self, call, handle)])
 
     def task(self, call: dict[str, object], api: int, group: int) -> int:
-        func, count, dtype, peer = str(call["func"]), int(str(call["count"])), str(call["dtype"]), int(str(call["peer"]))
+        func, dtype = str(call["func"]), str(call["dtype"])
+        count, peer = int(str(call["count"])), int(str(call["peer"]))
         parent = api if self.nccl.version >= 5 else group
         if func in ("Send", "Recv"):
             fields = struct.pack("<QQQQiB3xQ", address(func), 0, address(dtype), count, peer, 2, group)

@@ -33,6 +33,7 @@ enum { MAX_RINGS = 128, MAX_STRINGS = 256, CACHE_SLOTS = 64 };
 struct ring {
   _Alignas(64) _Atomic uint64_t head;   /* records published; written by the owner only */
   uint64_t next, tail_seen, num_events; /* the owner's own */
+  uint64_t ended;                       /* the event whose end the last record told with its state */
   _Atomic uint64_t lost_starts, lost_stops, lost_states, sampled_out, orphans;
   struct { const char *text; uint8_t code; } cache[CACHE_SLOTS];
   _Alignas(64) _Atomic uint64_t tail; /* records written out; written by whoever drains */

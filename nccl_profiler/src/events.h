@@ -146,14 +146,18 @@ static inline void write_numbers(struct comm *comm, unsigned type, const void *p
 
 static inline abi_result stop_event(void *handle) {
   if (handle == NULL || !atomic_load_explicit(&prism.active, memory_order_relaxed)) return ABI_SUCCESS;
-  int64_t now = now_ns();
   struct ring *ring = my_ring();
   if (UNLIKELY(ring == NULL)) return ABI_SUCCESS;
+  uint64_t id = (uint64_t)(uintptr_t)handle;
+  if (ring->ended == id) { /* a kernel channel: NCCL tells its GPU time, and stops it at once */
+    ring->ended = 0;
+    return ABI_SUCCESS;
+  }
+  int64_t now = now_ns();
   if (UNLIKELY(!ring_fits(ring, 1))) {
     count(&ring->lost_stops);
     return ABI_SUCCESS;
   }
-  uint64_t id = (uint64_t)(uintptr_t)handle;
   record_at(ring, 0)->stop =
       (struct rec_stop){.kind = REC_STOP, .type = (uint8_t)ID_TYPE(id), .id = id, .time_ns = now};
   ring_publish(ring, 1);
@@ -173,6 +177,7 @@ static inline abi_result record_state(void *handle, int state, uint64_t value) {
   record_at(ring, 0)->state = (struct rec_state){
       .kind = REC_STATE, .type = (uint8_t)ID_TYPE(id), .state = (uint8_t)state, .id = id, .time_ns = now,
       .value = value};
+  if (state == ST_KERNEL_CH_STOP || state == ST_KERNEL_PHASE_STOP) ring->ended = id;
   ring_publish(ring, 1);
   return ABI_SUCCESS;
 }

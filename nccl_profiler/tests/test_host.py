@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from host_runs import CRASHES, Build, Played
 
 from prism_sdk.nccl import RecordFile, read_records
 from prism_sdk.nccl.format import EventType
 from prismtrace import ABSENT
-
-from .conftest import CRASHES, Build, Played
 
 Play = Callable[..., Played]
 VERSIONS = range(1, 8)
@@ -111,8 +110,8 @@ def test_stops_that_are_missing_doubled_and_out_of_order(play: Play) -> None:
 def test_doubled_stops_count_once(play: Play) -> None:
     played = play(6, "reorder", 1100, 1, 4)
     records = the_file(played)
-    # every eleventh collective's kernels, and those of the two messages that every 32nd has beside it
-    doubled = sum(1 for seq in range(0, 1100, 11) for _ in range(4 * (3 if seq % 32 == 0 else 1)))
+    # the proxy operations of every eleventh collective, and of the two messages that every 32nd has beside it
+    doubled = sum(3 if seq % 32 == 0 else 1 for seq in range(0, 1100, 11))
     assert records.num_extra_stops == doubled and not records.num_missing_stops
 
 
@@ -125,7 +124,7 @@ def test_full_rings_drop_and_count(play: Play) -> None:
     assert refused > 100_000 and records.num_lost_events > 0
     assert records.num_lost_events + records.num_orphans == refused
     assert sum(counts(records).values()) == sum(played.report["started"].values())
-    assert records.num_missing_stops <= records.num_lost_stops
+    assert 0 < records.num_missing_stops <= records.num_lost_stops
 
 
 def test_sampling_keeps_the_same_collectives_everywhere(play: Play) -> None:

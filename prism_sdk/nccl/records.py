@@ -139,15 +139,7 @@ def read_records(path: str | os.PathLike[str]) -> RecordFile:
     place = np.flatnonzero(kinds == RecordKind.START)
     place = place[np.argsort(words[place].view(START)["time_ns"].ravel(), kind="stable")]
     starts = words[place].view(START).ravel()
-    order = np.argsort(starts["id"], kind="stable")
-    ids = starts["id"][order]
-
-    def rows_of(wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-        if not len(ids):
-            return np.full(len(wanted), -1, np.int64)
-        found = np.searchsorted(ids, wanted).clip(0, len(ids) - 1)
-        return np.where(ids[found] == wanted, order[found], -1)
-
+    rows_of = _Rows(starts["id"])
     stop_ns, num_extra = _stops(words[kinds == RecordKind.STOP].view(STOP).ravel(), rows_of, len(starts))
     follows = np.append(kinds, 0)[place + 1]
     has_task = np.isin(starts["type"], _HAS_TASK) & (follows == RecordKind.TASK)
@@ -163,32 +155,71 @@ def read_records(path: str | os.PathLike[str]) -> RecordFile:
             parent >= 0
         )
         comm[takes] = comm[parent[takes]]
+    gpu_stop, told = _gpu_stops(words[kinds == RecordKind.STATE].view(STATE).ravel(), rows_of, len(starts))
     events = Events(
         type=starts["type"].copy(), comm=comm, id=starts["id"].copy(), parent=parent,
-        start_ns=starts["time_ns"].copy(), stop_ns=stop_ns, gpu_start_ns=gpu_start,
-        gpu_stop_ns=_gpu_stops(words[kinds == RecordKind.STATE].view(STATE).ravel(), rows_of, len(starts)),
+        start_ns=starts["time_ns"].copy(), stop_ns=np.where(stop_ns == ABSENT, told, stop_ns),
+        gpu_start_ns=gpu_start, gpu_stop_ns=gpu_stop,
         thread_id=raw.thread_id[place], a=starts["a"].copy(), b=starts["b"].copy(), c=starts["c"].copy(),
         task=task_of, values=values,
     )  # fmt: skip
     return _record_file(raw, events, _tasks(words, place, has_task, values, rows_of), num_extra)
 
 
-def _stops(stops: NDArray[Any], rows_of: Any, num: int) -> tuple[NDArray[np.int64], int]:
+class _Rows:
+    """Ids of events -> their rows. Ids are dense: an ordinal in each ring, so this is a table and not a search."""
+
+    def __init__(self, ids: NDArray[np.uint64]) -> None:
+        ring, ordinal = self._parts(ids)
+        self._most = np.zeros(256, np.int64)
+        np.maximum.at(self._most, ring, ordinal)
+        self._first = np.concatenate([[0], np.cumsum(self._most[:-1] + 1)])
+        self._dense = int(self._most.sum()) < 8 * len(ids) + 2**20  # else something is wrong with them
+        self._order = np.zeros(0, np.int64)
+        self._table = np.zeros(0, np.int64)
+        self._ids = ids
+        if self._dense:
+            self._table = np.full(int(self._first[-1] + self._most[-1] + 1), -1, np.int64)
+            self._table[self._first[ring] + ordinal] = np.arange(len(ids))
+        else:
+            self._order = np.argsort(ids, kind="stable")
+
+    @staticmethod
+    def _parts(ids: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        return (ids >> np.uint64(4) & np.uint64(0xFF)).astype(np.int64), (ids >> np.uint64(12)).astype(np.int64)
+
+    def __call__(self, wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """The row of each id, -1 where there is none."""
+        if not len(self._ids):
+            return np.full(len(wanted), -1, np.int64)
+        if self._dense:
+            ring, ordinal = self._parts(wanted)
+            rows = self._table[np.where(ordinal <= self._most[ring], self._first[ring] + ordinal, 0)]
+        else:
+            place = np.searchsorted(self._ids, wanted, sorter=self._order).clip(0, len(self._ids) - 1)
+            rows = self._order[place]
+        return np.where((rows >= 0) & (self._ids[rows] == wanted), rows, -1)
+
+
+def _stops(stops: NDArray[Any], rows_of: _Rows, num: int) -> tuple[NDArray[np.int64], int]:
     rows = rows_of(stops["id"])
     known = rows >= 0
-    result = np.full(num, ABSENT, np.int64)
-    # the first stop counts: assignment keeps the last, so go backwards in time
-    late_first = np.argsort(stops["time_ns"][known], kind="stable")[::-1]
-    result[rows[known][late_first]] = stops["time_ns"][known][late_first]
+    none = np.iinfo(np.int64).max
+    result = np.full(num, none, np.int64)
+    np.minimum.at(result, rows[known], stops["time_ns"][known])  # the first stop counts
+    result[result == none] = ABSENT
     return result, int(len(stops) - np.count_nonzero(result != ABSENT))
 
 
-def _gpu_stops(states: NDArray[Any], rows_of: Any, num: int) -> NDArray[np.int64]:
-    states = states[np.isin(states["state"], STATE_GPU_STOP) & (states["value"] > 0)]
+def _gpu_stops(states: NDArray[Any], rows_of: _Rows, num: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ends on the GPU's clock, and when the host was told."""
+    states = states[np.isin(states["state"], STATE_GPU_STOP)]
     rows = rows_of(states["id"])
-    result = np.full(num, ABSENT, np.int64)
-    result[rows[rows >= 0]] = states["value"][rows >= 0].astype(np.int64)
-    return result
+    result, told = np.full(num, ABSENT, np.int64), np.full(num, ABSENT, np.int64)
+    told[rows[rows >= 0]] = states["time_ns"][rows >= 0]
+    timed = (rows >= 0) & (states["value"] > 0)
+    result[rows[timed]] = states["value"][timed].astype(np.int64)
+    return result, told
 
 
 def _values(
@@ -205,7 +236,7 @@ def _values(
 
 def _tasks(
     words: NDArray[np.uint64], place: NDArray[np.int64], has_task: NDArray[np.bool_], values: NDArray[np.uint64],
-    rows_of: Any,
+    rows_of: _Rows,
 ) -> TaskFields:  # fmt: skip
     rows = np.flatnonzero(has_task)
     fields = words[place[rows] + 1].view(TASK).ravel() if len(rows) else np.zeros(0, TASK)

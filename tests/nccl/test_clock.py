@@ -37,9 +37,11 @@ def made(
 def test_the_truth_is_within_the_stated_room(
     seed: int, drift_ppm: float, offset_ns: int, span_s: float, num: int
 ) -> None:
-    drift = drift_ppm * 1e-6 if span_s > 2 else 0.0
+    drift = drift_ppm * 1e-6
     rng = np.random.default_rng(seed)
     gpu_start, launched, gpu_end, told = made(rng, num=num, span_ns=span_s * 1e9, drift=drift, offset_ns=offset_ns)
+    rng = np.random.default_rng(seed)  # the same again
+    true_start = np.sort(rng.uniform(0, span_s * 1e9, num)).astype(np.int64) + 10**14
     fit = fit_clock((gpu_start, launched), (gpu_end, told))
     assert fit is not None and fit.uncertainty_ns is not None
     assert fit.num_violations == 0
@@ -47,10 +49,7 @@ def test_the_truth_is_within_the_stated_room(
     found = fit.apply(gpu_start)
     # no kernel before its launch, none ending after it was known
     assert (found >= launched - 2).all() and (fit.apply(gpu_end) <= told + 2).all()
-    truth = gpu_start.astype(float) * (1 + drift / (1 - drift))
-    truth = truth - truth[0]
-    slope_error = np.abs((found - found[0]) - truth)
-    assert slope_error.max() <= 4 * fit.uncertainty_ns + 4
+    assert np.abs(found - true_start).max() <= fit.uncertainty_ns + 3
 
 
 def test_many_points_are_thinned_without_losing_the_tightest() -> None:
@@ -59,7 +58,7 @@ def test_many_points_are_thinned_without_losing_the_tightest() -> None:
     fit = fit_clock((gpu_start, launched), (gpu_end, told))
     assert fit is not None and fit.num_violations == 0
     assert fit.drift == pytest.approx(3e-6, abs=1e-7)
-    assert fit.uncertainty_ns is not None and fit.uncertainty_ns < 4_000
+    assert fit.uncertainty_ns is not None and fit.uncertainty_ns < 6_000
 
 
 def test_one_side_only_says_so() -> None:

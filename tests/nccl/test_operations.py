@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from nccl_recordwriter import RecordWriter
 
 from prism_sdk.nccl.job import load_job
 from prism_sdk.nccl.operations import operations
 from prism_sdk.nccl.report import BandwidthRow, bus_factor, make_report
-
-from .recordwriter import RecordWriter
 
 
 def rank_file(folder: Path, rank: int, num_ranks: int, *, wait_ns: int) -> Path:

@@ -8,14 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from nccl_recordwriter import RecordWriter
 
 from prism_sdk.errors import UnreadableError
 from prism_sdk.nccl import read_records
 from prism_sdk.nccl.format import EventType
 from prism_sdk.nccl.tasks import collect_tasks
 from prismtrace import ABSENT
-
-from .recordwriter import RecordWriter
 
 
 def example(num: int = 40, *, num_blocks: int = 8) -> RecordWriter:

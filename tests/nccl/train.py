@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from player import Communicator, Nccl
+from nccl_player import Communicator, Nccl
 
 VERSION = int(os.environ.get("PLAYED_VERSION", "5"))
 

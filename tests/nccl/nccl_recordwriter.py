@@ -54,7 +54,8 @@ class RecordWriter:
 
     def task(
         self, kind: int, comm: int, time_ns: int, func: str, count: int, *, parent: int = 0, group: int = 0,
-        seq: int = ABSENT, dtype: str = "ncclFloat32", algo: str = "RING", proto: str = "LL", channels: int = 1, peer: int = 0,
+        seq: int = ABSENT, dtype: str = "ncclFloat32", algo: str = "RING", proto: str = "LL", channels: int = 1,
+        peer: int = 0,
     ) -> int:  # fmt: skip
         codes = [self.code(word) for word in (func, dtype, algo, proto)]
         id_ = self.start(kind, comm, time_ns, parent=parent)

@@ -136,7 +136,7 @@ class _Bounds:
             return round(-self.room(drift) / 2)
         ends = [self._last_feasible(drift, limit) for limit in (-_MAX_DRIFT, _MAX_DRIFT)]
         farthest = 0.0
-        for slope in np.linspace(*ends, _NUM_SLOPES):
+        for slope in np.linspace(ends[0], ends[1], _NUM_SLOPES):
             for other in (self.top(slope), self.bottom(slope)):
                 for at in (0.0, span):
                     farthest = max(farthest, abs(other - offset + (slope - drift) * at))

@@ -27,7 +27,7 @@ def command() -> None:
     """What NCCL really did: algorithms, protocols, channels and kernel times, from its profiler.
 
     \b
-    Record it with
+    Example: record it with
         prism observe --nccl-profiler -o real.prism -- train.py
     or, under any launcher, with
         NCCL_PROFILER_PLUGIN=$(python -m prismtrace_nccl_profiler) PRISM_NCCL_OUTPUT=records/

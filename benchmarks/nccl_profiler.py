@@ -51,6 +51,7 @@ def rate(made: Build, folder: Path, *, num_events: int, per_s: float, ring_kib: 
     played = run_host(
         made, folder, 5, "normal", num, comms, CHANNELS, per_s,
         environ={"PRISM_NCCL_EVENTS": "default", "PRISM_NCCL_RING_KIB": str(ring_kib)},
+        timeout_s=1800,
     )  # fmt: skip
     began = time.monotonic()
     file = read_records(played.files[0])

@@ -266,7 +266,7 @@ int main(int argc, char **argv) {
       pthread_t thread;
       pthread_create(&thread, NULL, be_short, &jobs[0]);
       pthread_join(thread, NULL);
-      if (i % 100 == 99) usleep(400000);
+      if (i % 100 == 99) usleep(300000);
     }
   } else {
     run(jobs, num_jobs);

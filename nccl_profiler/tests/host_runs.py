@@ -74,7 +74,7 @@ def make_build(kind: str, folder: Path) -> Build:
 
 def run_host(
     made: Build, folder: Path, version: int, scenario: str, num: int, *more: object,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] | None = None, timeout_s: float = 250,
 ) -> Played:  # fmt: skip
     """Run one scenario; record files go to `folder`."""
     settings = {name: value for name, value in os.environ.items() if not name.startswith(("PRISM_", "NCCL_"))}
@@ -83,7 +83,7 @@ def run_host(
     settings |= {"PRISM_NCCL_OUTPUT": f"{folder}/", "PRISM_NCCL_EVENTS": "all", "PRISM_NCCL_RING_KIB": "32768"}
     settings |= {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:handle_abort=0", **(environ or {})}
     command = [str(made.host), str(made.library), str(version), scenario, str(num), *map(str, more)]
-    done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=timeout_s)
     report = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {}
     assert "Sanitizer" not in done.stderr, done.stderr[-4000:]
     return Played(done.returncode, report, done.stderr, sorted(folder.glob("*.ncclrec*")))

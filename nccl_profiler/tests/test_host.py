@@ -179,9 +179,9 @@ def test_a_forked_child_has_a_file_of_its_own(play: Play) -> None:
 
 
 def test_rings_of_ended_threads_are_used_again(play: Play) -> None:
-    played = play(5, "churn", 500)
+    played = play(5, "churn", 300)
     records = the_file(played)
-    assert len(records.events) == 500 and not records.num_lost_events and not records.num_missing_stops
+    assert len(records.events) == 300 and not records.num_lost_events and not records.num_missing_stops
     assert len(set(records.events.thread_id.tolist())) > 128
 
 

@@ -153,13 +153,13 @@ def run_job(
                 kept = f"the shards of the ranks are kept: prism merge {parts}/rank-*.prism -o FILE joins them"
         if error is None and interrupts.number is not None:
             error = Interrupted(interrupts.number)
+    if config.nccl_profiler and kept:  # also of a job that failed: that is when one wants to know
+        join_records(config.output, report)
     if error is not None:
         if kept:
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
     wall_ns = time.monotonic_ns() - started
-    if config.nccl_profiler:
-        join_records(config.output, report)
     report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
     summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
     return LaunchResult(0, config.output, world_size, wall_ns, summary)

@@ -229,3 +229,38 @@ def test_wrong_files_are_named(tmp_path: Path, parts: tuple[Path, Path]) -> None
     shutil.copy(first, records / "copy.ncclrec")
     words = ("nccl", "import", records, "--trace", bare, "-o", tmp_path / "y.prism")
     assert "rank 0 has 2 files" in prism(*words, code=2).stderr
+
+
+def test_a_job_that_fails_keeps_what_nccl_did(tmp_path: Path) -> None:
+    line = "        works = []\n"
+    program = (HERE / "train.py").read_text().replace(line, f"{line}        assert step < 3\n")
+    assert "assert step < 3" in program
+    script = tmp_path / "failing.py"
+    script.write_text(program.replace("os.path.dirname(os.path.abspath(__file__))", repr(str(HERE))))
+    output = tmp_path / "failed.prism"
+    done = prism("observe", "--nccl-profiler", "--nproc-per-node", 2, "-o", output, "--", script, code=1)
+    assert "AssertionError" in done.stderr and "operations belong to units" in done.stderr
+    with TraceReader(output) as reader:
+        assert reader.metadata["job.status"] == "aborted"
+        joined = sum(np.count_nonzero(reader.units(rank)["nccl.num_tasks"] != ABSENT) for rank in reader.ranks)
+    assert joined >= 2 * 3 * 9
+
+
+def test_a_job_without_nccl_says_so(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n")
+    output = tmp_path / "plain.prism"
+    done = prism("observe", "--nccl-profiler", "--nproc-per-node", 2, "-o", output, "--", script)
+    assert "recorded nothing" in done.stderr
+    assert output.exists() and not Path(f"{output}.nccl").exists()
+
+
+def test_a_library_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print(1)\n")
+    code = (
+        "import sys\nsys.modules['prismtrace_nccl_profiler'] = None\nfrom prism_sdk.cli.main import run\n"
+        f"sys.exit(run(['observe', '--nccl-profiler', '-o', {str(tmp_path / 'x.prism')!r}, '--', {str(script)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install ./nccl_profiler" in done.stderr

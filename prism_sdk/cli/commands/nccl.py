@@ -27,8 +27,9 @@ def command() -> None:
     """What NCCL really did: algorithms, protocols, channels and kernel times, from its profiler.
 
     \b
-    Example: record it with
+    Example:
         prism observe --nccl-profiler -o real.prism -- train.py
+        prism nccl report real.prism.nccl/
     or, under any launcher, with
         NCCL_PROFILER_PLUGIN=$(python -m prismtrace_nccl_profiler) PRISM_NCCL_OUTPUT=records/
     """

@@ -124,8 +124,7 @@ struct comm *comm_create(int version, const char *name, uint64_t hash, int num_n
 /* Up to version 3 a communicator is named by its events only. Called from callbacks: it must not block. */
 void comm_learn(struct comm *comm, uint64_t hash, int rank, const char *name) {
   uint64_t nothing = 0;
-  if (!atomic_compare_exchange_strong(&comm->hash, &nothing, hash ? hash : UINT64_MAX)) return;
-  atomic_store(&comm->hash, hash);
+  if (hash == 0 || !atomic_compare_exchange_strong(&comm->hash, &nothing, hash)) return;
   atomic_store(&comm->rank, rank);
   set_name(comm, name);
   atomic_fetch_add_explicit(&comm->version, 1, memory_order_release);

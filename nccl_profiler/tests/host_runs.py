@@ -66,7 +66,7 @@ def make_build(kind: str, folder: Path) -> Build:
         [*flags, *tests, "-o", str(made.host), "-ldl", "-lpthread"],
     ):
         compiled = subprocess.run(command, capture_output=True, text=True)
-        if kind != "plain" and "cannot find -l" in compiled.stderr:
+        if kind != "plain" and "cannot find" in compiled.stderr:
             pytest.skip(f"the compiler has no {kind} sanitizer")
         assert compiled.returncode == 0, compiled.stderr
     return made
@@ -84,6 +84,8 @@ def run_host(
     settings |= {"ASAN_OPTIONS": "detect_leaks=0:handle_segv=0:handle_abort=0", **(environ or {})}
     command = [str(made.host), str(made.library), str(version), scenario, str(num), *map(str, more)]
     done = subprocess.run(command, capture_output=True, text=True, env=settings, timeout=timeout_s)
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel lays memory out in a way that the thread sanitizer does not know")
     report = json.loads(done.stdout.splitlines()[-1]) if done.stdout.strip() else {}
     assert "Sanitizer" not in done.stderr, done.stderr[-4000:]
     return Played(done.returncode, report, done.stderr, sorted(folder.glob("*.ncclrec*")))

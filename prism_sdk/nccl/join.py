@@ -95,7 +95,8 @@ def join(reader: TraceReader, job: NcclJob) -> Joined:
         if records.rank is None or records.rank not in reader.ranks:
             continue
         units = reader.units(records.rank, columns=_COLUMNS)
-        one = _join_rank(records, records.rank, units, _candidates(reader, records))
+        members = {group_id: group.ranks for group_id, group in reader.groups.items()}
+        one = _join_rank(records, records.rank, _Lane(units, records, members), units, _candidates(reader, records))
         joined.append(one)
         for comm, file_comm in records.file.comms.items():
             mine = one.unit[(records.tasks.comm == comm) & (one.unit >= 0)]
@@ -123,23 +124,33 @@ def _candidates(reader: TraceReader, records: RankRecords) -> dict[int, frozense
 class _Lane:
     """The communication units of one rank, in the order in which they were posted."""
 
-    def __init__(self, units: UnitTable) -> None:
+    def __init__(self, units: UnitTable, records: RankRecords, members: Mapping[int, tuple[int, ...]]) -> None:
+        self._records, self._members = records, members
         self.rows = np.flatnonzero(np.isin(units.kind, _COMMUNICATION) & (units.start_ns != ABSENT))
         self.rows = self.rows[np.argsort(units.start_ns[self.rows], kind="stable")]
         self.start_ns = np.asarray(units.start_ns)[self.rows]
         ends = units.end_ns[units.end_ns != ABSENT]
         self.last_ns = max(ends.max(initial=ABSENT), self.start_ns[-1] if len(self.start_ns) else ABSENT)
         self.group = np.asarray(units.group_id)[self.rows].tolist()
+        self.peer = np.asarray(units.peer)[self.rows].tolist()
         self.op = [Op(op) if op in Op._value2member_map_ else Op.UNSPECIFIED for op in units.op[self.rows].tolist()]
 
-    def accepts(self, place: int, func: str | None, groups: frozenset[int]) -> bool:
-        return self.group[place] in groups and self.op[place] in _MAY_BE.get(func or "", frozenset())
+    def accepts(self, place: int, task: int, groups: frozenset[int]) -> bool:
+        """Whether a unit may have asked for a task: group, operation, and the other side of a message."""
+        tasks, group = self._records.tasks, self.group[place]
+        if group not in groups or self.op[place] not in _MAY_BE.get(tasks.func[task] or "", frozenset()):
+            return False
+        comm, members = self._records.file.comms[int(tasks.comm[task])], self._members[group]
+        if self.op[place] in (Op.SEND, Op.RECV) and comm.num_ranks == len(members) and self.peer[place] >= 0:
+            peer = int(tasks.peer[task])
+            return 0 <= peer < len(members) and members[peer] == int(self.peer[place])
+        return True
 
 
 def _join_rank(
-    records: RankRecords, rank: int, units: UnitTable, candidates: Mapping[int, frozenset[int]]
+    records: RankRecords, rank: int, lane: _Lane, units: UnitTable, candidates: Mapping[int, frozenset[int]]
 ) -> JoinedRank:
-    tasks, lane = records.tasks, _Lane(units)
+    tasks = records.tasks
     place = _by_time(records, lane, candidates)
     by, shift = "time", 0
     if len(tasks) and np.count_nonzero(place >= 0) * 2 < min(len(tasks), len(lane.rows)):
@@ -167,9 +178,9 @@ def _by_time(records: RankRecords, lane: _Lane, candidates: Mapping[int, frozens
     # without calls, the tasks of one launch appear together, after all their units
     late = ~tasks.has_call & (tasks.num_in_group > 1)
     for task in np.flatnonzero(~late & (before >= 0)).tolist():
-        groups, func = candidates[int(tasks.comm[task])], tasks.func[task]
+        groups = candidates[int(tasks.comm[task])]
         for back in range(int(before[task]), max(int(before[task]) - 4, -1), -1):  # threads may post in between
-            if lane.accepts(back, func, groups):
+            if lane.accepts(back, task, groups):
                 place[task] = back
                 break
     if late.any():
@@ -185,7 +196,7 @@ def _by_order(
     tasks = records.tasks
     place, used = place.copy(), np.zeros(len(lane.rows), np.bool_)
     used[place[place >= 0]] = True
-    next_of: dict[tuple[int, str | None], int] = defaultdict(int)
+    next_of: dict[tuple[int, str | None, int], int] = defaultdict(int)  # NCCL sorts messages by peer
     launches: dict[tuple[int, int], list[int]] = defaultdict(list)
     for task in wanted.tolist():
         outer = tasks.call[task] if tasks.call[task] >= 0 else tasks.group[task]
@@ -193,14 +204,14 @@ def _by_order(
     for members in launches.values():
         shared: int | None = None
         for task in members:
-            groups, func = candidates[int(tasks.comm[task])], tasks.func[task]
-            if shared is not None and lane.accepts(shared, func, groups):
+            groups = candidates[int(tasks.comm[task])]
+            if shared is not None and lane.accepts(shared, task, groups):
                 place[task] = shared
                 continue
-            key = (int(tasks.comm[task]), func)
+            key = (int(tasks.comm[task]), tasks.func[task], int(tasks.peer[task]))
             end = len(lane.rows) if before is None else int(before[task]) + 1
             at = next_of[key]
-            while at < end and (used[at] or not lane.accepts(at, func, groups)):
+            while at < end and (used[at] or not lane.accepts(at, task, groups)):
                 at += 1
             next_of[key] = at
             if at < end:

@@ -69,8 +69,9 @@ def collect_tasks(file: RecordFile) -> Tasks:
     """The tasks of a file; `kernel_start_ns` and `kernel_stop_ns` are absent until `place_on_host_clock`."""
     events, fields = file.events, file.tasks.fields
     rows = events.rows_of(EventType.COLL, EventType.P2P, EventType.CE_COLL)
+    # without its fields, or its communicator (lost with a damaged block), nothing can be said of a task
+    rows = rows[(events.task[rows] >= 0) & np.isin(events.comm[rows], list(file.comms))]
     mine = events.task[rows]
-    rows, mine = rows[mine >= 0], mine[mine >= 0]
     own = fields[mine]
     api = events.parent[rows]
     is_api = (api >= 0) & np.isin(events.type[api], (EventType.COLL_API, EventType.P2P_API))

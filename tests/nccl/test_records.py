@@ -13,6 +13,8 @@ from nccl_recordwriter import RecordWriter
 from prism_sdk.errors import UnreadableError
 from prism_sdk.nccl import read_records
 from prism_sdk.nccl.format import EventType
+from prism_sdk.nccl.job import load_job
+from prism_sdk.nccl.report import make_report
 from prism_sdk.nccl.tasks import collect_tasks
 from prismtrace import ABSENT
 
@@ -103,7 +105,12 @@ def test_damage_never_makes_wrong_events(tmp_path: Path, place: int, mask: int, 
     rows = np.array([known[int(id_)] for id_ in file.events.id], np.int64)
     assert (file.events.start_ns == whole.events.start_ns[rows]).all()
     assert (file.events.type == whole.events.type[rows]).all()
-    collect_tasks(file)
+    if file.comms:
+        report = make_report(load_job([path]))
+        assert report.num_operations <= 24
+        assert any("damaged" in text for text in report.findings)
+    else:
+        assert not len(collect_tasks(file))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

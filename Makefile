@@ -60,10 +60,16 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/.prism-*
 	@touch $@
 
-$(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml)
+$(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml) nccl_profiler/pyproject.toml $(wildcard nccl_profiler/src/*)
 	@echo '==> installing test tools and the plugins of this repository'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
 		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
+	@if command -v "$${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1; \
+	then \
+		$(BIN)/python -m pip install --disable-pip-version-check --quiet -e './nccl_profiler[test]'; \
+	else \
+		echo '==> no C compiler: the NCCL profiler is left out, and its tests are skipped'; \
+	fi
 	@echo '==> installing frameworks for the tests of their adapters'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet setuptools wheel pydantic tqdm psutil packaging \
 		&& $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
@@ -84,4 +90,5 @@ lint: setup
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output
+	rm -f nccl_profiler/python/*/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

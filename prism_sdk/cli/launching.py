@@ -207,6 +207,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         device=values["device"],
         moe_skew=values["moe_skew"],
         pin=values["pin"],
+        nccl_profiler=bool(values.get("nccl_profiler")),
         options=dict(values["options"]),
         quiet=values["quiet"],
         json=values["as_json"],

@@ -44,6 +44,7 @@ _COMMANDS = {
         "compact": "Store the structure that ranks share once.",
         "redact": "Write a copy without names, paths and payloads.",
         "convert": "Turn files of another format into a trace, or a trace into another format.",
+        "nccl": "Bring what NCCL's profiler recorded into a trace, or into a table.",
     },
     "Look after the installation": {
         "plugins": "List plugins, and why one does not load.",

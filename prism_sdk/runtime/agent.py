@@ -27,6 +27,7 @@ from prism_sdk.runtime.adapters import Naming, activate_adapters
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
+from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
@@ -93,6 +94,7 @@ class Agent:
                 self._adapters.close()
             if self._naming is not None and not self.tracer.finished:
                 self._naming.write()
+            flush_profiler(os.environ.get("NCCL_PROFILER_PLUGIN", ""))
             self.seam.finish(status)
             self.tracer.finish(status)
 

@@ -113,6 +113,8 @@ class LaunchConfig:
     moe_skew: float | None = None
     """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     pin: bool = True
+    nccl_profiler: bool = False
+    """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False
     json: bool = False

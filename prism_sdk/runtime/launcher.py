@@ -21,6 +21,7 @@ from pathlib import Path
 
 import prismtrace
 from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.nccl.library import profiler_environment
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
@@ -28,6 +29,7 @@ from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 
@@ -124,6 +126,8 @@ def run_job(
             for position, rank in enumerate(ranks)
         ]
         environment = _environment(config)
+        if config.nccl_profiler:
+            environment |= profiler_environment(prepare_records(config.output))
         error: PrismError | None = None
         host = RankHost(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
@@ -155,6 +159,8 @@ def run_job(
                 kept = f"the shards of the ranks are kept: prism merge {parts}/rank-*.prism -o FILE joins them"
         if error is None and interrupts.number is not None:
             error = Interrupted(interrupts.number)
+    if config.nccl_profiler and kept:  # also of a job that failed: that is when one wants to know
+        join_records(config.output, report)
     if error is not None:
         if kept:
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept

@@ -28,6 +28,9 @@ _COMMANDS = {
         "calibrate": "Find the times of a bare graph, a few ranks at a time.",
         "emulate": "Run a few ranks for real; the rest of the job is replayed.",
     },
+    "Predict a job, without running it": {
+        "simulate": "Predict step time and where it goes, also with changes.",
+    },
     "Look at results": {
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",

@@ -30,6 +30,7 @@ _COMMANDS = {
     },
     "Predict a job, without running it": {
         "simulate": "Predict step time and where it goes, also with changes.",
+        "cluster": "Make, fit and check cluster profiles.",
     },
     "Look at results": {
         "compare": "Compare two traces of a job: times, losses, memory, order.",

@@ -30,6 +30,7 @@ _COMMANDS = {
     },
     "Predict a job, without running it": {
         "simulate": "Predict step time and where it goes, also with changes.",
+        "sweep": "Compare variants of a job in one table.",
         "cluster": "Make, fit and check cluster profiles.",
     },
     "Look at results": {

@@ -27,7 +27,7 @@ import numpy as np
 from prism_sdk.cluster.profile import Cluster, Shape, Table
 from prismtrace import Op
 
-__all__ = ["FITTED", "MODELLED", "Estimate", "estimate", "interpolation_error_percent", "model_ns"]
+__all__ = ["Estimate", "FITTED", "MODELLED", "estimate", "interpolation_error_percent", "model_ns"]
 
 FITTED, MODELLED = 2, 3
 _LIKE = {Op.GATHER: Op.ALL_GATHER, Op.SCATTER: Op.BROADCAST, Op.RECV: Op.SEND, Op.REDUCE: Op.BROADCAST}

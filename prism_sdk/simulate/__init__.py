@@ -9,6 +9,10 @@ A map for newcomers, in the order of dependence:
     simulation           simulate(): SimJob -> Timeline, an exact longest path
     critical, report     the longest path back; summarise(): a Report
     output               write_timeline(): a Timeline -> a trace file
+    transfers            with_cluster(): transfers of a cluster profile
+    selection, changes   which units; slow, scaled, equal, random weights (variants shares what stays)
+    restructure, replicas   units removed, microbatches, schedules; data-parallel size
+    scenario             Scenario: all changes, as the command line takes them
 """
 
 from prism_sdk.simulate.critical import PathPart, critical_path
@@ -16,12 +20,14 @@ from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.loading import load
 from prism_sdk.simulate.output import write_timeline
 from prism_sdk.simulate.report import Report, summarise
+from prism_sdk.simulate.scenario import Scenario
 from prism_sdk.simulate.simulation import RankTimes, Timeline, simulate
 
 __all__ = [
     "PathPart",
     "RankTimes",
     "Report",
+    "Scenario",
     "SimJob",
     "Timeline",
     "critical_path",

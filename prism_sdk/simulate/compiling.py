@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["call", "compiled", "has_compiler"]
+__all__ = ["call", "compiled", "has_compiler", "helper"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,6 +35,14 @@ def compiled(function: F) -> F:
     if numba is None:
         return function
     made: F = numba.njit(cache=True)(function)
+    return made
+
+
+def helper(function: F) -> F:
+    """``function`` as a part of compiled ones that call it; plain where plain ones do."""
+    if numba is None:
+        return function
+    made: F = importlib.import_module("numba.extending").register_jitable(function)
     return made
 
 

@@ -52,6 +52,8 @@ class Programs:
     hold: Int32Array
     num_holds: Int64Array
     microbatch: Int32Array
+    #: An index into ``labels``, -1 without a label.
+    label: Int32Array
     #: Bytes that a communication row moves (those it contributes, or receives), -1 where unknown.
     num_bytes: Int64Array
     #: Ends of the steps of program p, as rows of the program: ``bounds[bound_offsets[p]:bound_offsets[p + 1]]``.
@@ -60,6 +62,7 @@ class Programs:
     bound_step: Int32Array
     #: Whether the step has an optimizer, so that its time counts.
     bound_is_whole: npt.NDArray[np.bool_]
+    labels: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prism_sdk.simulate.compiling import compiled
+from prism_sdk.simulate.compiling import compiled, helper
 
 __all__ = ["arrivals", "localise", "run", "walk_rank"]
 
@@ -93,7 +93,7 @@ def localise(
     return num_lanes, num_holds, -1
 
 
-@compiled
+@helper
 def stretched(start: int, work: int, begin: int, end: int, from_ns: Any, factor: Any) -> int:
     """How long ``work`` takes that begins at ``start`` where speeds change over time; segments ``begin`` to ``end``."""
     at = start

@@ -76,6 +76,7 @@ class Loader:
         self._lanes = LaneTable()
         self._size = 0
         self._work: dict[str, npt.NDArray[Any]] = {}
+        self.labels: dict[str, int] = {}
 
     def _room(self, size: int) -> dict[str, npt.NDArray[Any]]:
         """Arrays to work in, at least so long; made anew only for a longer rank."""
@@ -125,7 +126,7 @@ class Loader:
     def _program(self, c: RankColumns, made: Mapping[str, npt.NDArray[Any]], num_holds: int) -> int:
         count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
         num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
-        part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch")}
+        part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}
         part.update({name: made[name] for name in ("lane_of", "ordinal", "awaited", "hold")}, num_bytes=num_bytes)
         digest = hashlib.blake2b(digest_size=16)
         for name, values in part.items():
@@ -170,8 +171,9 @@ class Loader:
         by_rank = np.array(self._by_rank, dtype=np.int64).reshape(-1, 5).T.copy()
         job = SimJob(
             source=self._source, graph_kind=self._graph_kind, world_size=reader.world_size,
-            groups=dict(reader.groups), metadata=dict(reader.metadata), ranks=ranks, programs=_joined(self._parts),
-            lanes=lanes, program=by_rank[0], weight_base=by_rank[1], origin_ns=by_rank[2], stage=by_rank[3],
+            groups=dict(reader.groups), metadata=dict(reader.metadata), ranks=ranks, lanes=lanes,
+            programs=_joined(self._parts, tuple(self.labels)), program=by_rank[0], weight_base=by_rank[1],
+            origin_ns=by_rank[2], stage=by_rank[3],
             memory_bytes=by_rank[4], main=_concatenated(self._main), side=_concatenated(self._side),
             chained=np.ones(max(lanes.num_collectives, 1), dtype=np.uint8),
             provenance=_concatenated(self._provenance, np.uint8), scale=np.ones(len(ranks), dtype=np.float64),
@@ -185,16 +187,16 @@ def _concatenated(parts: list[Any], dtype: type[np.generic] = np.int64) -> npt.N
     return joined
 
 
-def _joined(parts: list[dict[str, Any]]) -> Programs:
+def _joined(parts: list[dict[str, Any]], labels: tuple[str, ...]) -> Programs:
     def offsets(name: str) -> Int64Array:
         return np.concatenate([[0], np.cumsum([len(part[name]) for part in parts])]).astype(np.int64)
 
-    names = ("kind", "phase", "op", "lane_of", "ordinal", "awaited", "hold", "microbatch", "num_bytes", "bounds",
-             "bound_step", "bound_is_whole")  # fmt: skip
+    names = ("kind", "phase", "op", "lane_of", "ordinal", "awaited", "hold", "microbatch", "label", "num_bytes",
+             "bounds", "bound_step", "bound_is_whole")  # fmt: skip
     row_offsets, bound_offsets = offsets("kind"), offsets("bounds")
     num_holds = np.array([part["num_holds"] for part in parts], dtype=np.int64)
     columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
-    return Programs(offsets=row_offsets, bound_offsets=bound_offsets, num_holds=num_holds, **columns)
+    return Programs(offsets=row_offsets, bound_offsets=bound_offsets, num_holds=num_holds, labels=labels, **columns)
 
 
 def step_bounds(
@@ -227,6 +229,8 @@ def _take(
     reader: TraceReader, rank: int, loader: Loader, *, steps: range | None, change: Change | None, with_sizes: bool
 ) -> None:
     names = [name for name in _NAMES if with_sizes or name not in _SIZES]
+    if with_sizes:
+        names.append("label")
     table = reader.units(rank, steps=steps, columns=names)
     present = set(table.column_names)
     columns: RankColumns = {
@@ -235,12 +239,20 @@ def _take(
         else np.full(len(table), _ABSENT.get(name, 0), dtype=dtype)
         for name, dtype in _TYPES.items()
     }
+    columns["label"] = np.full(len(table), -1, dtype=np.int32)
+    if with_sizes and "label" in present:
+        codes = [loader.labels.setdefault(text, len(loader.labels)) for text in table.label.values]
+        columns["label"] = np.array([*codes, -1], dtype=np.int32)[table.label.codes]
     peak = -1
     if reader.num_steps(rank):
         peak = int(reader.steps(rank, columns=["memory_peak_bytes"]).memory_peak_bytes.max(initial=-1))
+    first_index = table.first_index
     if change is not None:
+        awaits = columns["awaits"]
+        columns["awaits"] = np.where(awaits >= first_index, awaits - first_index, ABSENT)
+        first_index = 0
         columns = change(rank, columns)
-    loader.add(rank, columns, first_index=table.first_index, memory_peak_bytes=peak)
+    loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak)
 
 
 def load(
@@ -262,7 +274,7 @@ def load(
         ranks: only these; operations are then joined over them alone, as if the others were never late.
         steps: only these steps.
         change: changes the columns of each rank before they are taken up.
-        with_sizes: also read how much communication moves, which only cluster profiles need.
+        with_sizes: also read sizes, microbatches and labels, which what-if changes and cluster profiles need.
         transfers_needed: False where a cluster profile will give the transfers that the graph lacks.
 
     Raises:

@@ -90,7 +90,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 0
     assert "step time  160 ns   95% interval 152 ns to 168 ns" in capsys.readouterr().out
     assert run(["simulate", str(tmp_path / "out.prism"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_time_ns"] == 160
+    assert json.loads(capsys.readouterr().out)["report"]["step_time_ns"] == 160
     assert run(["simulate", str(tmp_path / "none.prism")]) == 3
     write(tmp_path / "bare.prism", random_program(1).rows, random_program(1).groups, kind=GraphKind.BARE)
     assert run(["simulate", str(tmp_path / "bare.prism")]) == 1

@@ -31,6 +31,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
                        "help": "Random slowness of ranks or units: lognormal, normal, pareto or uniform."}),
     (("--equal",), {"multiple": True, "metavar": "WHERE[:but:WHERE]",
                     "help": "Like units take equally long (the ideal without stragglers): all, all:but:rank=3."}),
+    (("--no-gaps",), {"is_flag": True, "help": "No gaps between units, and no delay after waits."}),
     (("--moe-skew",), {"type": click.FloatRange(min=1), "metavar": "SKEW",
                        "help": "The busiest expert rank gets SKEW times the mean load."}),
     (("--moe-seed",), {"type": click.IntRange(min=0), "default": 0, "metavar": "N", "help": "Which ranks are busy."}),

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
+import numpy as np
+
 from prism_sdk.cluster.profile import Cluster, load_cluster
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
@@ -38,6 +40,7 @@ class Scenario:
     straggle: tuple[str, ...] = ()
     equal: tuple[str, ...] = ()
     link: tuple[str, ...] = ()
+    no_gaps: bool = False
     moe_skew: float | None = None
     moe_seed: int = 0
     microbatches: int | None = None
@@ -66,6 +69,8 @@ class Scenario:
         if self.dp is not None:
             job = DataParallel(self.dp, frozenset(self.dp_groups)).apply(job)
         job = self._transfers(job)
+        if self.no_gaps:
+            job = replace(job, side=np.zeros_like(job.side))
         for text in self.equal:
             where, _, but = text.partition(":but:")
             job = Equal(Selection.parse(where), Selection.parse(but) if but else None).apply(job)

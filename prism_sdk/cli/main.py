@@ -27,6 +27,11 @@ _COMMANDS = {
         "calibrate": "Find the times of a bare graph, a few ranks at a time.",
         "emulate": "Run a few ranks for real; the rest of the job is replayed.",
     },
+    "Predict a job, without running it": {
+        "simulate": "Predict step time and where it goes, also with changes.",
+        "sweep": "Compare variants of a job in one table.",
+        "cluster": "Make, fit and check cluster profiles.",
+    },
     "Look at results": {
         "analyze": "Say where the time went, or why two traces differ.",
         "report": "Write a self-contained HTML page of a trace.",

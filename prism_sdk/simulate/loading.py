@@ -45,6 +45,7 @@ PROVENANCE = "prism.provenance"
 _TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8}
 _NAMES = tuple(_TYPES)
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
+_DETAILS = ("microbatch", "label", "num_bytes")
 _ABSENT = {spec.name: spec.default for spec in MODEL_COLUMNS[TableKind.UNITS] if spec.name in COLUMNS}
 _ITEM_BYTES = np.zeros(256, dtype=np.int64)
 for _dtype in DType:
@@ -56,12 +57,15 @@ class Loader:
     """Takes up ranks one after the other; ``finish`` gives the job."""
 
     def __init__(
-        self, *, source: str, graph_kind: GraphKind, is_measured: bool, transfers_needed: bool, total_units: int
+        self, *, source: str, graph_kind: GraphKind, is_measured: bool, transfers_needed: bool, total_units: int,
+        with_sizes: bool,
     ) -> None:  # fmt: skip
         self._source = source
         self._graph_kind = graph_kind
         self._is_measured = is_measured
         self._total_units = total_units
+        self._with_sizes = with_sizes
+        self._nothing = np.zeros(0, dtype=np.int64)
         self._transfers_needed = transfers_needed
         self._programs: dict[bytes, int] = {}
         self._parts: list[dict[str, Any]] = []
@@ -89,6 +93,7 @@ class Loader:
             for name in ("lane_of", "ordinal", "awaited", "hold"):
                 work[name] = np.zeros(self._size, dtype=np.int32)
             self._work = work
+            self._nothing = np.full(self._size, -1, dtype=np.int64)
         return self._work
 
     def add(self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int) -> None:
@@ -124,13 +129,17 @@ class Loader:
         self._by_rank.append((program, base, origin, int(stages[0]) if len(stages) else -1, memory))
 
     def _program(self, c: RankColumns, made: Mapping[str, npt.NDArray[Any]], num_holds: int) -> int:
-        count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
-        num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
+        if self._with_sizes:
+            count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
+            num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
+        else:
+            num_bytes = self._nothing[: len(c["kind"])]
         part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}
         part.update({name: made[name] for name in ("lane_of", "ordinal", "awaited", "hold")}, num_bytes=num_bytes)
         digest = hashlib.blake2b(digest_size=16)
         for name, values in part.items():
-            if name not in ("ordinal", "hold"):  # these follow from the others
+            # ordinal and hold follow from the others, and what was not read is the same everywhere
+            if name not in ("ordinal", "hold") and (self._with_sizes or name not in _DETAILS):
                 digest.update(values.data)
         key = digest.digest()
         if key not in self._programs:
@@ -295,7 +304,7 @@ def load(
         raise UsageError(f"{reader.path} has no rank {unknown[0]}", hint="`prism info` lists the ranks")
     loader = Loader(source=reader.path, graph_kind=reader.graph_kind, transfers_needed=transfers_needed,
                     is_measured=reader.graph_kind is not GraphKind.CALIBRATED,
-                    total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
+                    with_sizes=with_sizes, total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
     with _no_collector():
         for rank in chosen:
             _take(reader, rank, loader, steps=steps, change=change, with_sizes=with_sizes)

@@ -173,6 +173,8 @@ def _of_rank(
     main[idle] = np.maximum(end[idle] - before[idle], 0)
     bounds = p.bounds[p.bounds_of(int(job.program[at]))]
     after = np.maximum.accumulate(np.append(carried[1:], end[-1] if is_host[-1] else _LOW)) if len(kind) else carried
+    # before the first unit of the host its clock stands where the rank began
+    after = np.maximum(after, begun)
     return main, side, int(is_detached.sum()), int(lacking.sum()), after[bounds - 1]
 
 

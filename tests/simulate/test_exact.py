@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prism_sdk.graph.errors import GraphDeadlockError, GraphError, MissingTimingError, UnmatchedUnitError
@@ -64,6 +64,7 @@ def test_the_timeline_of_calibration_agrees(seed: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
+@example(97954)  # a step that begins with communication
 def test_what_was_observed_comes_out_again(seed: int) -> None:
     """The times of any possible run, taken as measured, are reproduced to the nanosecond."""
     program = random_program(seed)

@@ -26,7 +26,7 @@ __all__ = [
     "one_line",
 ]
 
-BUILTIN_MODULES = ("prism_sdk.builtin.slices", "prism_sdk.builtin.local")
+BUILTIN_MODULES = ("prism_sdk.builtin.slices", "prism_sdk.builtin.local", "prism_sdk.builtin.primus")
 """The plugins in the box, in order of loading; the last part of the name is the plugin's name."""
 
 _OWN_DISTRIBUTION = "prismtrace"

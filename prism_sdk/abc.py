@@ -206,8 +206,10 @@ class ReplayBackend(abc.ABC):
 class AdapterHook:
     """One place in a framework that an adapter wraps: ``attribute`` is a dotted path inside ``module``.
 
-    Versions are those of the framework's distribution; absent means no bound. A hook that is missing lowers the
-    declared fidelity of the trace (``required``) or nothing at all; it never stops the training.
+    ``Engine._MAP[ForwardPass]`` means the value of the mapping ``Engine._MAP`` whose key is, or is called, ForwardPass.
+    Versions are those of the framework's distribution, both inclusive; absent means no bound. A hook that is missing
+    although the version is within bounds lowers the declared fidelity of the trace (``required``) or nothing at all;
+    it never stops the training.
     """
 
     module: str
@@ -218,21 +220,83 @@ class AdapterHook:
 
 
 class UnitNamer(Protocol):
-    """Where an adapter says what the rank is doing. The runtime implements it; both calls are cheap."""
+    """Where an adapter says what the rank is doing. The runtime implements it, one object for each adapter of a rank.
+
+    Stretches nest, also over adapters. What a stretch does not say it takes from the one around it, with one exception:
+    ``microbatch``, ``stage``, ``model_chunk`` and ``schedule`` come as a whole from the innermost stretch that says any
+    of them, because one owner of a schedule must not be mixed with another.
+    """
 
     def enter(
         self,
-        phase: str,
+        phase: str | None = None,
         *,
         microbatch: int | None = None,
         stage: int | None = None,
         model_chunk: int | None = None,
         label: str | None = None,
-    ) -> None:
-        """From now on the rank's units belong to ``phase`` (forward, backward, optimizer, other)."""
+        part: str | None = None,
+        layer: str | None = None,
+        schedule: str | None = None,
+    ) -> int:
+        """From now on the rank's units belong to this stretch.
 
-    def leave(self) -> None:
-        """End the innermost ``enter``."""
+        Args:
+            phase: forward, backward, optimizer or other; absent: that of the stretch around it.
+            microbatch: index of the microbatch in the step, from 0.
+            stage: index of the pipeline stage in the job.
+            model_chunk: index of the model chunk among those of the rank.
+            label: free text.
+            part: what is done within the phase, one of :data:`prism_sdk.adapting.PARTS`.
+            layer: name of the layer or wrapped module.
+            schedule: warmup, steady or cooldown.
+
+        Returns:
+            A token for ``leave``. Costs less than a microsecond; never raises.
+        """
+
+    def leave(self, token: int | None = None) -> None:
+        """End the stretch of this token and all inside it; without a token the innermost. Ended ones are passed by."""
+
+    def assume(
+        self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None
+    ) -> None:
+        """Names for units outside of any stretch, until the next call or step of an optimizer."""
+
+    def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
+        """Names for the next communication units of the innermost stretch, in order; keywords as of ``enter``."""
+
+    def note(self, column: str, value: Sequence[int] | Callable[[], Sequence[int]]) -> None:
+        """Put a list of integers into the named column ``column`` (OWNER.NAME) of the next unit.
+
+        A callable is asked when rows are written, so that a value on an accelerator costs no synchronisation now.
+        """
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether an enclosing stretch says a microbatch: its owner knows better than one that only counts."""
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """How many steps of optimizers have ended so far: who counts microbatches begins anew when it grows."""
+
+    def part_of_group(self, group: str, *, part: str, phase: str) -> None:
+        """Collectives in the process group called ``group`` during ``phase`` that nobody named are of this ``part``.
+
+        For communication that C++ starts, where there is no function to wrap.
+        """
+
+    def purposes(self, purposes: Mapping[str, str]) -> None:
+        """What process groups are for (tp, dp, pp, ep, cp, ...), by their description or name."""
+
+    def coordinates(self, coordinates: Mapping[str, int]) -> None:
+        """Where this rank is in the job, such as ``{"pp": 1, "tp": 0}``."""
+
+    def option(self, name: str) -> str | None:
+        """What the user asked of adapters, such as ``moe_skew``; asking says that this adapter does it."""
+
+    def lower(self, reason: str) -> None:
+        """Declare that names are not complete; recorded in the trace and reported once."""
 
 
 class FrameworkAdapter(abc.ABC):

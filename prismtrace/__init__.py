@@ -12,6 +12,7 @@ A map for newcomers, from the inside out:
     merge      shards -> one file;  recover  whole records of a damaged file
     slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
     diff       what changed between two traces (structure, alignment, timing, differences do the work)
+    notebook   tables and readers in HTML;  frames  as data frames of pandas, polars, pyarrow
     rows       rows as Python values;  sizes  where the bytes go
     validate   contradictions (findings names them, matching and cycles look across ranks);  json_twin  a trace as JSON
 """

@@ -25,6 +25,7 @@ from prismtrace.errors import (
 )
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import ABSENT32, COLUMNS, ROLE_RANK, ColumnSpec, GraphKind, ProcessGroup, TableKind
+from prismtrace.notebook import ReaderFrames
 from prismtrace.payloads import ATTACHMENT_PREFIX, PayloadReader, as_bytes
 from prismtrace.selection import selected_names, specs_of, step_range
 from prismtrace.source import TraceInput, open_source
@@ -45,7 +46,7 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 T = TypeVar("T", bound=Table)
 
 
-class TraceReader:
+class TraceReader(ReaderFrames):
     """Reads one trace file. A context manager; safe to use from several threads.
 
     Args:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace.model import COLUMNS, ColumnSpec, ColumnType, TableKind
+from prismtrace.notebook import TableFrames
 
 V = TypeVar("V", str, bytes)
 
@@ -122,7 +123,7 @@ def list_column(sizes: NDArray[np.int64], values: NDArray[np.int64], valid: NDAr
     return ListColumn(offsets, values, valid)
 
 
-class Table:
+class Table(TableFrames):
     """Read-only columns as attributes, or by name as `table["owner.name"]` where the registry has no such column.
 
     Columns that no row has are views of one default value (zero strides).

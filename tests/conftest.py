@@ -6,6 +6,7 @@ Fixtures live beside their tests.
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -21,15 +22,23 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for ``pytest -n 2 --dist loadgroup``, and skip tests marked ``gpu`` where there is no GPU.
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``pytest -n 2`` jobs run one after the other, beside them the other tests by files, which share fixtures."""
+    from xdist.scheduler import LoadScopeScheduling
 
-    Jobs run one after the other and begin first, because together they take longest; the other tests go by files, which
-    share fixtures. torch is imported only if a test marked ``gpu`` was collected.
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "launches" if nodeid.startswith(LAUNCHING) else nodeid.partition("::")[0]
+
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with jobs, which together take longest, and skip tests marked ``gpu`` where there is no GPU.
+
+    torch is imported only if a test marked ``gpu`` was collected.
     """
-    for item in items:
-        group = "launches" if item.nodeid.startswith(LAUNCHING) else item.nodeid.partition("::")[0]
-        item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: not item.nodeid.startswith(LAUNCHING))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and not _has_gpu():

@@ -89,6 +89,18 @@ _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "-O", "--option", "options", type=KEY_VALUE, multiple=True, help="Option of a plugin, key=value (repeatable)."
     ),
+    option(
+        "--device",
+        type=click.Choice(["cpu"]),
+        help="Run a script that says cuda and nccl on CPUs, for structure and numbers, not for times.  "
+        "[default: as recorded; else as the script says]",
+    ),
+    option(
+        "--moe-skew",
+        type=click.FloatRange(min=0),
+        metavar="S",
+        help="Send expert e (e+1)^-S times as many tokens as the first.  [default: as recorded; else as routed]",
+    ),
     option("--pin/--no-pin", default=True, help="Bind each running rank to cores of its own.  [default: --pin]"),
     option("--quiet", "-q", is_flag=True, help="Say nothing but errors."),
     option("--json", "as_json", is_flag=True, help="Print the result as JSON, the last line on stdout."),
@@ -192,7 +204,10 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         adapters=tuple(values["adapters"]) or None,
         plugins=tuple(values["plugins"]),
         payloads=None if payloads is None else PayloadMode(payloads),
+        device=values["device"],
+        moe_skew=values["moe_skew"],
         pin=values["pin"],
+        nccl_profiler=bool(values.get("nccl_profiler")),
         options=dict(values["options"]),
         quiet=values["quiet"],
         json=values["as_json"],

@@ -27,7 +27,15 @@ _COMMANDS = {
         "calibrate": "Find the times of a bare graph, a few ranks at a time.",
         "emulate": "Run a few ranks for real; the rest of the job is replayed.",
     },
+    "Predict a job, without running it": {
+        "simulate": "Predict step time and where it goes, also with changes.",
+        "sweep": "Compare variants of a job in one table.",
+        "cluster": "Make, fit and check cluster profiles.",
+    },
     "Look at results": {
+        "analyze": "Say where the time went, or why two traces differ.",
+        "report": "Write a self-contained HTML page of a trace.",
+        "view": "Show the page of a trace in a browser.",
         "compare": "Compare two traces of a job: times, losses, memory, order.",
         "info": "Show what a trace holds.",
         "cat": "Print rows of a trace.",
@@ -41,9 +49,11 @@ _COMMANDS = {
         "compact": "Store the structure that ranks share once.",
         "redact": "Write a copy without names, paths and payloads.",
         "convert": "Turn files of another format into a trace, or a trace into another format.",
+        "nccl": "Bring what NCCL's profiler recorded into a trace, or into a table.",
     },
     "Look after the installation": {
         "plugins": "List plugins, and why one does not load.",
+        "plugin": "Start a plugin of your own.",
         "doctor": "Check this machine and this installation.",
     },
 }

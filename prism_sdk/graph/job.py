@@ -109,7 +109,8 @@ class JobGraph:
     @classmethod
     def _read(cls, reader: TraceReader, *, ranks: Sequence[int] | None, steps: range | None, source: str) -> JobGraph:
         chosen = tuple(reader.ranks) if ranks is None else tuple(sorted(set(ranks)))
-        unknown = [rank for rank in chosen if rank not in set(reader.ranks)]
+        present = set(reader.ranks)
+        unknown = [rank for rank in chosen if rank not in present]
         if unknown:
             raise GraphError(f"{source} has no units of rank {unknown[0]}", hint=f"it has ranks {list(reader.ranks)}")
         names = list(COLUMN_TYPES)

@@ -23,9 +23,11 @@ from typing import Any, NoReturn
 
 from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
+from prism_sdk.runtime.adapters import Naming, activate_adapters
 from prism_sdk.runtime.config import LaunchMode
+from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
-from prism_sdk.runtime.naming import activate_adapters
+from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tracer import Tracer, open_shard
@@ -51,6 +53,7 @@ class Agent:
         self.seam = self._make_seam()
         self.interceptor = Interceptor(self.seam)
         self._adapters = contextlib.ExitStack()
+        self._naming: Naming | None = None
 
     def _make_seam(self) -> Seam:
         if self.spec.mode is LaunchMode.OBSERVE:
@@ -69,16 +72,29 @@ class Agent:
     def install(self) -> None:
         from prism_sdk.runtime.hooks import follow_training
 
+        if self.spec.device == "cpu":
+            from prism_sdk.runtime import oncpu
+
+            oncpu.install(num_devices=self.spec.num_devices)
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)
-        activate_adapters(self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters)
+        self._naming = activate_adapters(
+            self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """What the launcher is told of this rank when it has ended."""
+        return {**self.seam.summary(), **(self._naming.facts() if self._naming is not None else {})}
 
     def finish(self, status: str) -> None:
         """Write out what was traced; only in the rank itself, not in processes it forked."""
         if self.interceptor.active:
             with contextlib.suppress(Exception):
                 self._adapters.close()
+            if self._naming is not None and not self.tracer.finished:
+                self._naming.write()
+            flush_profiler(os.environ.get("NCCL_PROFILER_PLUGIN", ""))
             self.seam.finish(status)
             self.tracer.finish(status)
 
@@ -128,7 +144,7 @@ def _run_program(spec: RankSpec, agent: Agent, channel: wire.Channel) -> int:
         agent.finish(status)
     except PrismTraceError as error:
         code, cause = code or 1, cause or _cause(error)
-    _tell(channel, ("finished", spec.rank, code, text, agent.seam.summary(), cause))
+    _tell(channel, ("finished", spec.rank, code, text, agent.summary(), cause))
     return code
 
 
@@ -255,6 +271,8 @@ def start_under_foreign_launcher(spec: RankSpec) -> Agent:
         if agent.interceptor.active and not agent.tracer.finished:
             try:
                 agent.finish(status)
+                if spec.rank == 0:
+                    report_lowered([agent.summary()])
                 merge_when_last(spec, status)
             except (PrismError, PrismTraceError, OSError) as error:
                 sys.stderr.write(f"prism: rank {spec.rank}: the trace could not be written: {error}\n")

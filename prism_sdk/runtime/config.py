@@ -108,7 +108,13 @@ class LaunchConfig:
     """Absent: every installed adapter; given: only these."""
     plugins: tuple[str, ...] = ()
     payloads: PayloadMode | None = None
+    device: str | None = None
+    """``cpu``: programs that say cuda run on CPUs; absent: as the graph was recorded, else as the program says."""
+    moe_skew: float | None = None
+    """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     pin: bool = True
+    nccl_profiler: bool = False
+    """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False
     json: bool = False

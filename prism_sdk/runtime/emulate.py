@@ -172,7 +172,7 @@ class EmulateSeam(Seam):
                 self.late_ns.append(late)
             if not is_in_background():
                 self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
-                place_before(call, seq)
+                place_before(call, seq, wait=False)  # its transfer may still be under way
             elif is_seen():
                 self.tracer.complete(unit, now_ns())
 

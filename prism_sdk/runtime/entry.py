@@ -42,6 +42,7 @@ def _start() -> None:
         )
     if settings.output is None:
         raise UsageError("PRISM_OUTPUT is not set", hint="set it to the trace to write, e.g. PRISM_OUTPUT=run.prism")
+    from prism_sdk.plugins import PluginManager
     from prism_sdk.runtime.agent import start_under_foreign_launcher
     from prism_sdk.runtime.config import LaunchMode, StepRange
     from prism_sdk.runtime.ranks import RankSpec
@@ -51,12 +52,13 @@ def _start() -> None:
         steps = StepRange.parse(settings.steps or ":")
     except ValueError as error:
         raise SettingsError("PRISM_STEPS", value=str(settings.steps), expected=f"A:B ({error})") from None
+    adapters = tuple(PluginManager(settings).adapters())
     os.environ.pop("PRISM_MODE")  # what this rank starts itself (workers, compilers) is not observed
     start_under_foreign_launcher(
         RankSpec(
             mode=LaunchMode.OBSERVE, rank=settings.rank, world_size=settings.world_size, local_rank=0, target="",
             is_module=False, arguments=(), parts_dir=parts_directory(settings.output), token="",
-            metadata={"job.argv": json.dumps(sys.argv), "job.launcher": "foreign"}, steps=steps,
+            metadata={"job.argv": json.dumps(sys.argv), "job.launcher": "foreign"}, steps=steps, adapters=adapters,
         )
     )  # fmt: skip
 

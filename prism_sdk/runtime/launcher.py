@@ -21,12 +21,15 @@ from pathlib import Path
 
 import prismtrace
 from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.nccl.library import profiler_environment
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
+from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 
@@ -98,7 +101,11 @@ def run_job(
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
-    config = replace(config, adapters=_adapters(config))
+    skew = _recorded(config, "job.moe_skew") if config.moe_skew is None else config.moe_skew
+    config = replace(
+        config, adapters=_adapters(config), device=config.device or _recorded(config, "job.device"),
+        moe_skew=float(skew) if skew else None,
+    )  # fmt: skip
     started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
@@ -119,6 +126,8 @@ def run_job(
             for position, rank in enumerate(ranks)
         ]
         environment = _environment(config)
+        if config.nccl_profiler:
+            environment |= profiler_environment(prepare_records(config.output))
         error: PrismError | None = None
         host = RankHost(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
@@ -132,6 +141,7 @@ def run_job(
         finally:
             if arena_fd >= 0:
                 os.close(arena_fd)
+        report_lowered([process.summary for process in host.ranks.values()])
         closing = {"job.status": "complete" if error is None else "aborted", "job.error": str(error or "")}
         for process in host.ranks.values():
             for key, value in process.summary.items():
@@ -149,6 +159,8 @@ def run_job(
                 kept = f"the shards of the ranks are kept: prism merge {parts}/rank-*.prism -o FILE joins them"
         if error is None and interrupts.number is not None:
             error = Interrupted(interrupts.number)
+    if config.nccl_profiler and kept:  # also of a job that failed: that is when one wants to know
+        join_records(config.output, report)
     if error is not None:
         if kept:
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
@@ -247,7 +259,8 @@ def _rank_spec(
         steps=config.steps or StepRange(), arena_fd=arena_fd, emulate=emulate, plugins=config.plugins,
         adapters=config.adapters, stdout_to_stderr=config.json,
         unset=() if "PYTHONHASHSEED" in os.environ else ("PYTHONHASHSEED",),
-        silent=shown is not None and local_rank not in shown,
+        silent=shown is not None and local_rank not in shown, device=config.device, num_devices=config.nproc_per_node,
+        adapter_options={} if config.moe_skew is None else {"moe_skew": str(config.moe_skew)},
     )  # fmt: skip
 
 
@@ -307,17 +320,32 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
     return {
         "job.argv": json.dumps([config.target, *config.arguments]),
         "job.status": "running",
+        "job.adapters": ",".join(config.adapters or ()),
+        "job.device": config.device or "",
+        "job.moe_skew": "" if config.moe_skew is None else str(config.moe_skew),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "record.steps": str(config.steps or StepRange()),
         "record.slots": str(config.num_slots or num_cpus()) if config.mode is LaunchMode.RECORD else "",
     }
 
 
+def _recorded(config: LaunchConfig, key: str) -> str | None:
+    """What the graph that is followed says of the recording; None without a graph, or when it does not say."""
+    if config.graph is None:
+        return None
+    with prismtrace.TraceReader(config.graph) as reader:
+        return reader.metadata.get(key)
+
+
 def _adapters(config: LaunchConfig) -> tuple[str, ...]:
-    """The adapters to activate in the ranks: those the user named, else all that are installed."""
+    """The adapters to activate in the ranks: those the user named, else those of the graph, else all installed.
+
+    Names cut computing into units, so a graph can only be followed with the adapters that it was recorded with.
+    """
     manager = PluginManager(named=config.plugins)
     if config.adapters is None:
-        return tuple(manager.adapters())
+        recorded = _recorded(config, "job.adapters")
+        return tuple(manager.adapters()) if recorded is None else tuple(filter(None, recorded.split(",")))
     for name in config.adapters:
         manager.adapter(name)  # raises for a name that nobody registered
     return config.adapters

@@ -80,9 +80,9 @@ def prepare() -> None:
 
     with _one_thread():
         _compute()
-        _trace()
-        if not _has_accelerator():  # its backward would start threads and a driver, and no fork survives those
-            with contextlib.suppress(Exception):  # a torch without the fake group costs memory, not the launch
+        with contextlib.suppress(Exception):  # no room for a file, a torch without the fake group: costs memory only
+            _trace()
+            if not _has_accelerator():  # its backward would start threads and a driver, and no fork survives those
                 _rehearse()
     intercept.replace_kernels()
     for name in _QUOTED:

@@ -51,3 +51,6 @@ class RankSpec:
     adapters: tuple[str, ...] | None = None
     stdout_to_stderr: bool = False
     silent: bool = False
+    device: str | None = None
+    adapter_options: Mapping[str, str] = field(default_factory=dict)
+    num_devices: int = 1  # on this machine, in place of GPUs

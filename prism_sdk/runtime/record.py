@@ -183,7 +183,7 @@ class RecordSeam(Seam):
                 self.tracer.complete(unit, now_ns())
             else:
                 self.tracer.wait(unit, start, now_ns(), blocked=True)
-                place_before(call, seq)
+                place_before(call, seq, wait=True)
 
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
@@ -318,10 +318,13 @@ class RecordSeam(Seam):
                 return
 
 
-def place_before(call: Call, seq: int) -> None:
-    """All members have called the collectives before one that needed them all: those are complete as well."""
+def place_before(call: Call, seq: int, *, wait: bool) -> None:
+    """All members have called the collectives before one that needed them all: those are complete as well.
+
+    With `wait` one whose result a member is just computing is waited for; else it is left for later.
+    """
     if call.needs == "all" and not call.is_p2p:
-        place_results(call.group.group_id, before=seq)
+        place_results(call.group.group_id, before=seq, wait=wait)
 
 
 def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
@@ -334,7 +337,7 @@ def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
             name = None if group in (None, dist.GroupMember.WORLD) else getattr(group, "group_name", "")
             for state in groups():
                 if name is None or state.name == name:
-                    place_results(state.group_id)
+                    place_results(state.group_id, wait=True)
         original(group)
 
     distributed_c10d.destroy_process_group = destroy_process_group

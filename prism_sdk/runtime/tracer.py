@@ -14,11 +14,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.names import Names, Notes, name_columns
 from prismtrace import ABSENT, TraceWriter
 from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
 
@@ -40,6 +41,7 @@ _ABSENT32 = int(np.iinfo(np.int32).min)
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
+_OTHER = int(Phase.OTHER)
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
 
 
@@ -52,15 +54,6 @@ class ResidentMemory:
     def __call__(self) -> int:
         fields = os.pread(self._fd, 128, 0).split()
         return (int(fields[1]) - int(fields[2])) * _PAGE
-
-
-class Names(NamedTuple):
-    """What a framework adapter says of the units of one stretch of the schedule."""
-
-    label: str | None = None
-    microbatch: int | None = None
-    stage: int | None = None
-    model_chunk: int | None = None
 
 
 class Tracer:
@@ -84,7 +77,15 @@ class Tracer:
         self._steps: list[tuple[int, int, int, float, int, int, int]] = []
         self._scalars: list[tuple[int, str, float]] = []
         self._memory_peak = 0
-        self._names: Names | None = None
+        self.names: Names | None = None
+        self.assumed: Names | None = None  # where no stretch is open
+        self.num_optimizer_steps = 0
+        self._named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
+        self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
+        self.parts_of_groups: dict[tuple[str, int], Names] = {}
+        self.groups: dict[int, ProcessGroup] = {}
+        self._notes = Notes()
+        self._memory_since = 0
         self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
         self.step = 0
         self._step_start = ABSENT
@@ -103,7 +104,7 @@ class Tracer:
         if end_ns > self._last_ns:
             self._rows.append(
                 [_COMPUTE, self._phase, self._last_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT,
-                 0, ABSENT, ABSENT, self._names, None, None, None, None]
+                 0, ABSENT, ABSENT, self.names, None, None, None, None]
             )  # fmt: skip
             self._last_ns = end_ns
 
@@ -122,8 +123,15 @@ class Tracer:
              int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
              group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32,
              ABSENT if call.tag is None else call.tag,
-             1 if call.is_async else 0, ABSENT, ABSENT, self._names, None, None, call.splits_in, call.splits_out]
+             1 if call.is_async else 0, ABSENT, ABSENT, self.names, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
+        if self.queued:
+            self._take_queued(self._rows[-1])
+        elif self.parts_of_groups:
+            row = self._rows[-1]
+            names = self.parts_of_groups.get((group.name, self._phase))
+            if names is not None and (self.names is None or self.names.part is None):
+                row[NAMES] = names if self.names is None else self.names.with_part_of(names)
         unit = self._flushed + len(self._rows) - 1
         self._open[unit] = self.step
         return unit
@@ -137,9 +145,16 @@ class Tracer:
         self.compute_until(start_ns)
         start_ns = max(start_ns, self._last_ns)
         end_ns = max(start_ns, end_ns)
+        phase, names = self._phase, self.names
+        if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
+            awaited = unit - self._flushed
+            row = self._rows[awaited] if awaited >= 0 else None
+            if row is not None and row[NAMES] is not None:
+                names = row[NAMES]
+                phase = row[PHASE] if phase == _OTHER else phase
         self._rows.append(
-            [_WAIT, self._phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
-             ABSENT, self._names, None, None, None, None]
+            [_WAIT, phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
+             ABSENT, names, None, None, None, None]
         )  # fmt: skip
         self._last_ns = end_ns
         self._open.pop(unit, None)
@@ -179,28 +194,64 @@ class Tracer:
         self._num_backwards += 1
 
     def backward_ends(self) -> None:
-        self._enter(Phase.OTHER)
+        self._enter(self._named_phase)
         self._other_since = self.num_units
 
     def optimizer_begins(self) -> None:
         self._enter(Phase.OPTIMIZER)
+        if self.names is self.assumed:  # of the last microbatch
+            self.names = None
+        self.assumed = None
 
     def optimizer_ends(self) -> None:
         """A step may end here; it does once the next backward begins (several optimizers may step in a row)."""
-        self._enter(Phase.OTHER)
+        self._enter(self._named_phase)
         self._other_since = self.num_units
+        self.num_optimizer_steps += 1
         if self._num_backwards:
             self._boundary = (self.num_units, self._last_ns, time.process_time_ns())
             self._losses_at_boundary = len(self._open_losses)
 
-    def name(self, phase: Phase, names: Names | None) -> tuple[Phase, Names | None]:
-        """From now on units have `phase` and `names`; returns what held before."""
-        before = (Phase(self._phase), self._names)
-        self._enter(phase)
-        self._names = names
+    def rename(self, phase: int, names: Names | None) -> tuple[int, int]:
+        """From now on units have `names`, and `phase` unless 0; returns the phases that held before, for `unname`."""
+        self._cut()
+        before = (self._phase, self._named_phase)
+        if phase:
+            self._phase = self._named_phase = phase
+        self.names = names
         return before
 
-    def _enter(self, phase: Phase) -> None:
+    def unname(self, phases: tuple[int, int] | None, names: Names | None) -> None:
+        """Undo a `rename`; `phases` is what it returned if it said a phase: torch's own phases else stay."""
+        self._cut()
+        if phases is not None:
+            self._phase, self._named_phase = phases
+            if self._phase == _OTHER:
+                self._other_since = max(self._other_since, self.num_units)
+        self.names = names
+
+    def note(self, column: str, value: Any) -> None:
+        """Put a list of integers, or a callable that gives one later, into a named column of the next unit."""
+        self._notes.add(self.num_units, column, value)
+
+    def _take_queued(self, row: list[Any]) -> None:
+        assert self.queued
+        phase, row[NAMES] = self.queued.pop()
+        if phase:
+            row[PHASE] = phase
+
+    def _cut(self) -> None:
+        """End the compute row here. Memory is looked at once in a millisecond: looking costs a microsecond."""
+        now = now_ns()
+        if now > self._last_ns:
+            self.compute_until(now)
+            if now - self._memory_since > 1_000_000:
+                self._memory_since = now
+                resident = self._rows[-1][MEMORY] = self._memory()
+                if resident > self._memory_peak:
+                    self._memory_peak = resident
+
+    def _enter(self, phase: int) -> None:
         before = len(self._rows)
         self.compute_until(now_ns())
         resident = self._memory()
@@ -232,6 +283,7 @@ class Tracer:
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def add_group(self, group: ProcessGroup) -> None:
+        self.groups[group.group_id] = group
         self.writer.add_group(group)
 
     def flush(self, *, everything: bool = True, open_unit: int | None = None) -> None:
@@ -267,12 +319,8 @@ class Tracer:
                 columns[name] = list(values)
             else:
                 columns[name] = np.array(values, dtype=np.uint64 if name == "group_id" else np.int64)
-        names: list[Names | None] = columns.pop("names")
-        if any(names):
-            columns["label"] = [None if n is None else n.label for n in names]
-            for field in ("microbatch", "stage", "model_chunk"):
-                given = [None if n is None else getattr(n, field) for n in names]
-                columns[field] = np.array([_ABSENT32 if v is None else v for v in given], dtype=np.int64)
+        columns |= name_columns(columns.pop("names"))
+        columns |= self._notes.columns(self._flushed, len(rows))
         columns["step"] = self._step_column(len(rows))
         return columns
 

@@ -35,18 +35,18 @@ def outstanding_works() -> list[PrismWork]:
     return list(_live.values())
 
 
-def place_results(group_id: int, *, before: int | None = None) -> None:
-    """Put the results of a group's collectives in place that nobody has waited for.
+def place_results(group_id: int, *, wait: bool, before: int | None = None) -> None:
+    """Put the results of a group's collectives in place that nobody has waited for: a backend's thread would have.
 
-    With `before`, of those with lower numbers that are complete; without, of all, waiting for them. A backend's thread
-    would have written them by then.  It counts as no wait: what the program waits for later is traced there.
+    With `before`, of those with lower numbers only. With `wait` each is waited for; else those that are not complete
+    yet are left.  It counts as no wait: what the program waits for later is traced there.
     """
     works = _unwaited.get(group_id)
     if not works:
         return
     for seq in [seq for seq in works if before is None or seq < before]:
         if seq in works:
-            works[seq].place(wait=before is None)
+            works[seq].place(wait=wait)
 
 
 class PrismWork(Work):

@@ -17,15 +17,23 @@ from prism_sdk.testing.contracts import (
     NullNamer,
     ReplayBackendContract,
 )
+from prism_sdk.testing.launches import Launched, Launches, losses
+from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order
 from prism_sdk.testing.plugins import isolated_manager
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
 __all__ = [
     "CalibrationStrategyContract",
     "FrameworkAdapterContract",
+    "Launched",
+    "Launches",
+    "NamedUnit",
     "NullNamer",
     "ReplayBackendContract",
     "ScriptedCalibration",
     "ScriptedReplay",
+    "check_golden",
     "isolated_manager",
+    "losses",
+    "unit_order",
 ]

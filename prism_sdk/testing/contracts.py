@@ -6,7 +6,11 @@ They test the contract of ``prism_sdk.abc`` only; how good the times of a plugin
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,6 +19,7 @@ import pytest
 
 import prismtrace
 from prism_sdk.abc import AdapterHook, CalibrationResult, CalibrationStrategy, FrameworkAdapter, ReplayBackend
+from prism_sdk.adapting.patching import find_hook, version_in_bounds
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
 __all__ = ["CalibrationStrategyContract", "FrameworkAdapterContract", "NullNamer", "ReplayBackendContract"]
@@ -115,21 +120,65 @@ class ReplayBackendContract:
 
 
 class NullNamer:
-    """A namer that forgets everything."""
+    """A namer that forgets everything but what it was told about fidelity."""
+
+    def __init__(self) -> None:
+        self.reasons: list[str] = []
+        """Why names are not complete."""
 
     def enter(
         self,
-        phase: str,
+        phase: str | None = None,
         *,
         microbatch: int | None = None,
         stage: int | None = None,
         model_chunk: int | None = None,
         label: str | None = None,
-    ) -> None:
+        part: str | None = None,
+        layer: str | None = None,
+        schedule: str | None = None,
+    ) -> int:
+        """Nothing."""
+        return 0
+
+    def leave(self, token: int | None = None) -> None:
         """Nothing."""
 
-    def leave(self) -> None:
+    def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Nothing."""
+
+    def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
+        """Nothing."""
+
+    def note(self, column: str, value: Sequence[int] | Callable[[], Sequence[int]]) -> None:
+        """Nothing."""
+
+    @property
+    def is_scheduled(self) -> bool:
+        """False."""
+        return False
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """None."""
+        return 0
+
+    def part_of_group(self, group: str, *, part: str, phase: str) -> None:
+        """Nothing."""
+
+    def purposes(self, purposes: Mapping[str, str]) -> None:
+        """Nothing."""
+
+    def coordinates(self, coordinates: Mapping[str, int]) -> None:
+        """Nothing."""
+
+    def option(self, name: str) -> str | None:
+        """None."""
+        return None
+
+    def lower(self, reason: str) -> None:
+        """Keep the reason."""
+        self.reasons.append(reason)
 
 
 class FrameworkAdapterContract:
@@ -142,26 +191,65 @@ class FrameworkAdapterContract:
     def test_it_has_a_name_and_a_description(self) -> None:
         _check_names(self.make_adapter())
 
-    def test_its_required_hooks_exist(self) -> None:
+    def test_its_hooks_exist(self) -> None:
+        """Those that this version of the framework must have; the framework must be installed."""
         hooks = self.make_adapter().hooks()
         assert hooks
         for hook in hooks:
-            if hook.required:
+            if hook.required and self._is_expected(hook):
                 assert callable(_find(hook)), f"{hook.module}.{hook.attribute} does not exist"
 
     def test_it_restores_what_it_wraps(self) -> None:
         adapter = self.make_adapter()
-        required = [hook for hook in adapter.hooks() if hook.required]
-        before = [_find(hook) for hook in required]
-        with adapter.activate(NullNamer()):
-            pass
-        after = [_find(hook) for hook in required]
+        hooks = [hook for hook in adapter.hooks() if self._is_expected(hook) and _exists(hook)]
+        before = [_find(hook) for hook in hooks]
+        namer = NullNamer()
+        with adapter.activate(namer):
+            changed = [_find(hook) is not own for hook, own in zip(hooks, before, strict=True)]
+        after = [_find(hook) for hook in hooks]
+        assert any(changed), "it wrapped nothing"
         assert all(one is other for one, other in zip(before, after, strict=True))
+        assert not namer.reasons
+
+    def test_it_imports_no_framework_by_itself(self) -> None:
+        """Hooks are declared, and wrapped only once the program has imported their modules."""
+        cls = type(self.make_adapter())
+        modules = sorted({hook.module for hook in self.make_adapter().hooks()})
+        code = (
+            "import sys\n"
+            "from prism_sdk.testing.contracts import NullNamer\n"
+            "before = set(sys.modules)\n"
+            f"from {cls.__module__} import {cls.__qualname__} as Adapter\n"
+            "adapter = Adapter()\n"
+            "adapter.hooks()\n"
+            "with adapter.activate(NullNamer()):\n"
+            f"    loaded = [name for name in {modules!r} if name in sys.modules and name not in before]\n"
+            "assert not loaded, loaded\n"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    def _is_expected(self, hook: AdapterHook) -> bool:
+        distribution = getattr(self.make_adapter(), "distribution", None)
+        if distribution is None:
+            return True
+        return version_in_bounds(importlib.metadata.version(distribution), hook)
+
+
+def _exists(hook: AdapterHook) -> bool:
+    try:
+        _find(hook)
+    except (ImportError, AttributeError, KeyError):
+        return False
+    return True
 
 
 def _find(hook: AdapterHook) -> Any:
-    *owners, name = hook.attribute.split(".")
-    owner: Any = importlib.import_module(hook.module)
-    for part in owners:
-        owner = getattr(owner, part)
-    return vars(owner)[name] if name in vars(owner) else getattr(owner, name)
+    importlib.import_module(hook.module)
+    found = find_hook(hook)
+    if found is None:
+        raise AttributeError(f"{hook.module} has no {hook.attribute}")
+    owner, key, is_item = found
+    if is_item:
+        return owner[key]
+    return vars(owner)[key] if key in vars(owner) else getattr(owner, key)

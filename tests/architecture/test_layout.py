@@ -18,9 +18,10 @@ MAX_LINES = 400
 READS_THE_ENVIRONMENT = {
     "prism_sdk/settings.py": "the one place that reads variables",
     "prism_sdk/runtime/launcher.py": "hands its own environment on to the processes that it starts",
-    "prism_sdk/runtime/forkserver.py": "takes back what an import has set, which a rank would not have found set",
+    "prism_sdk/runtime/preload.py": "takes back what an import has set, which a rank would not have found set",
     "prism_sdk/runtime/entry.py": "runs inside `import torch`: one look decides whether anything else is loaded",
     "prism_sdk/runtime/agent.py": "gives a rank the variables that torchrun would",
+    "prism_sdk/testing/launches.py": "hands its own environment on to the commands that it starts",
     "prism_sdk/runtime/store.py": "torch's own `env://` rendezvous is spelt in variables of torch",
 }
 

@@ -136,3 +136,21 @@ def test_polling_puts_results_in_place_and_a_later_wait_is_noted() -> None:
     work.wait()
     assert waits == [1], "the program waited for it, once"
     assert outstanding_works() == []
+
+
+def test_results_that_nobody_waits_for_are_there_after_a_barrier(bench: Any) -> None:
+    """Every time: also when another member is just computing one of them."""
+    script = bench.script("""
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    missing = 0
+    for _ in range(50):
+        total, all_of_them = torch.ones(6000), torch.zeros(4 * 10)
+        dist.all_reduce(total, async_op=True)
+        dist.all_gather_into_tensor(all_of_them, torch.ones(10), async_op=True)
+        dist.barrier()
+        missing += bool((total != 4).any() or (all_of_them != 1).any())
+    assert missing == 0, missing
+    """)
+    ended = bench.run("record", script, "--nproc-per-node", "4", "--slots", "2")
+    assert ended.code == 0, ended.err

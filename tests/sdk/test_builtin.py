@@ -15,6 +15,7 @@ def test_the_box_is_not_empty_and_not_broken() -> None:
     assert [(record.name, record.status, record.origin) for record in manager.records()] == [
         ("slices", "ok", "built-in"),
         ("local", "ok", "built-in"),
+        ("primus", "ok", "built-in"),
     ]
     assert isinstance(manager.strategy("slices"), Slices)
     assert isinstance(manager.backend("local"), LocalBackend)

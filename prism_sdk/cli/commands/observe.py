@@ -13,8 +13,14 @@ PAYLOADS = option(
     help="Which communicated values go into the trace: every rank's contribution, results only, or none.",
 )
 
+NCCL_PROFILER = option(
+    "--nccl-profiler",
+    is_flag=True,
+    help="Also record what NCCL does (algorithm, protocol, channels, kernel times), and join it to the trace.",
+)
 
-@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS])
+
+@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER])
 def command() -> None:
     """Run a job as it is, every rank real, and write its timed graph.
 

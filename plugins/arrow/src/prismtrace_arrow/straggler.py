@@ -26,6 +26,7 @@ from prismtrace_arrow.mapping import (
     write_units,
 )
 from prismtrace_arrow.sinks import whole_file
+from prismtrace_arrow.straggler_graph import graph_of
 
 _COLUMNS: Final = {
     "rank": "rank",
@@ -59,7 +60,7 @@ PRESET: Final = Meaning(_COLUMNS, _VALUES, time="s", clock="step", absent=-1, ke
 _FORWARD, _BACKWARD = 0, 1
 _ROUNDING_NS: Final = 5000
 _DATA_PARALLEL: Final = ("grads-reduce-scatter", "params-all-gather")
-_OPTIONS: Final = ("column.", "value.", "time", "clock", "absent", "keep", "world_size", "lossless")
+_OPTIONS: Final = ("column.", "value.", "time", "clock", "absent", "keep", "world_size", "lossless", "dependencies")
 
 
 class StragglerImporter(TraceImporter):
@@ -87,6 +88,8 @@ class StragglerImporter(TraceImporter):
         if meaning.clock == "step":
             lay_out_steps(units)
         trim_host_units(units)
+        if reading.choice(options, "dependencies", ("true", "false"), default="false") == "true":
+            return _import_graph(units, output)
         groups = connect(units)
         traced = len(np.unique(units.rank))
         world_size = reading.integer(options, "world_size", default=traced, low=traced, high=2**31 - 1) or traced
@@ -103,6 +106,30 @@ class StragglerImporter(TraceImporter):
                 writer.add_group(group)
             counts = write_units(writer, units)
         return ConversionReport(output, {**counts, "groups": len(groups)}, tuple(units.notes))
+
+
+def _import_graph(units: Units, output: Path) -> ConversionReport:
+    ranks, first = np.unique(units.rank, return_index=True)
+    dp, stage = units.numbers("group_id")[first], units.numbers("stage")[first]
+    dp_of = dict(zip(ranks.tolist(), dp.astype(np.int64).tolist(), strict=True))
+    stage_of = dict(zip(ranks.tolist(), stage.tolist(), strict=True))
+    graph = graph_of(units, dp_of=dp_of.__getitem__, stage_of=stage_of.__getitem__)
+    metadata = {"import.format": StragglerImporter.name, "import.dependencies": "true"}
+    world_size = int(ranks.max()) + 1
+    count = 0
+    with (
+        whole_file(output) as temporary,
+        TraceWriter(
+            temporary, graph_kind=GraphKind.CALIBRATED, world_size=world_size, metadata=metadata, overwrite=True
+        ) as writer,
+    ):
+        for group in graph.groups.values():
+            writer.add_group(group)
+        for rank, columns in graph.columns.items():
+            writer.add_units(rank, columns)
+            count += len(columns["kind"])
+    notes = (*units.notes, "the graph was made up from the study's dependencies: it can be simulated")
+    return ConversionReport(output, {"units": count, "groups": len(graph.groups)}, notes)
 
 
 def trim_host_units(units: Units) -> None:

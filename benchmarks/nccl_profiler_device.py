@@ -1,0 +1,250 @@
+"""Checks and measures the NCCL profiler on a machine with GPUs, under PyTorch; about four minutes with two GPUs.
+
+    python benchmarks/nccl_profiler_device.py                  # checks, overhead, and a joined trace
+    python benchmarks/nccl_profiler_device.py --checks-only
+    OUT=results python benchmarks/nccl_profiler_device.py      # also writes results/nccl_profiler_device.json
+
+One rank a GPU.  *Checks*: every collective and message of torch.distributed runs with the library loaded; the records
+must agree across ranks, be what torch asked for, have kernel times that lie where the host says the operation ran, and
+nothing may be lost.  *Overhead*: step times of a loop of matrix products and all-reduces, with and without the
+profiler, in turns.  *Joined*: the checks again under `prism observe --nccl-profiler`.
+
+With a single GPU two ranks share it through a second NCCL_HOSTID (sockets, slow; checks only).  Exit code 1: a check
+failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+WORKER = Path(__file__).with_name("nccl_profiler_worker.py")
+TIMEOUT_S = 100
+
+
+def library() -> str:
+    """The installed library, or one compiled for this run."""
+    from prism_sdk.errors import UsageError
+    from prism_sdk.nccl.library import find_library
+
+    try:
+        return str(find_library())
+    except UsageError:
+        sys.path.insert(0, str(ROOT / "nccl_profiler" / "tests"))
+        from host_runs import SOURCES
+
+        target = Path(tempfile.mkdtemp()) / "libprism_nccl_profiler.so"
+        sources = [str(path) for path in SOURCES.glob("*.c")]
+        flags = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wl,-z,nodelete"]
+        subprocess.run(["cc", *flags, *sources, "-o", str(target), "-ldl", "-lpthread"], check=True)
+        return str(target)
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def run(num_ranks: int, words: list[str], environ: dict[str, str], *, shared: bool) -> list[Any]:
+    """Start the ranks of the worker; returns what each printed as its last line, as JSON."""
+    port, ranks = free_port(), []
+    for rank in range(num_ranks):
+        own = {
+            "RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank), "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0",
+        }  # fmt: skip
+        if shared:  # NCCL takes them for ranks of two hosts
+            own |= {"NCCL_HOSTID": f"host{rank}", "NCCL_MAX_CTAS": "2", "NCCL_IB_DISABLE": "1"}
+        settings = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_PROFILER")}
+        ranks.append(
+            subprocess.Popen(
+                [sys.executable, str(WORKER), *words], env={**settings, **own, **environ}, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
+            )
+        )  # fmt: skip
+    found = []
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        for rank, process in enumerate(ranks):
+            out, err = process.communicate(timeout=max(deadline - time.monotonic(), 1))
+            if process.returncode:
+                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{err[-3000:]}")
+            found.append(json.loads(out.strip().splitlines()[-1]))
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return found
+
+
+def check(num_ranks: int, plugin: str, *, shared: bool, events: str = "default") -> dict[str, Any]:
+    """Run every operation with the library, and hold the records against what torch was asked for."""
+    from prism_sdk.nccl.job import load_job
+    from prism_sdk.nccl.operations import operations
+    from prism_sdk.nccl.report import make_report
+
+    with tempfile.TemporaryDirectory() as folder:
+        environ = {"NCCL_PROFILER_PLUGIN": plugin, "PRISM_NCCL_OUTPUT": f"{folder}/", "PRISM_NCCL_EVENTS": events}
+        asked = run(num_ranks, ["check"], environ, shared=shared)
+        job = load_job(sorted(Path(folder).glob("*.ncclrec*")))
+    problems = list(job.findings())
+    if len(job.ranks) != num_ranks:
+        problems.append(f"{len(job.ranks)} files of {num_ranks} ranks")
+    for one, truth in zip(job.ranks, asked, strict=False):
+        problems += compare_with_torch(one, truth)
+    num_operations = num_apart = num_disagreeing = 0
+    for operation in operations(job):
+        num_operations += 1
+        needed = 2 if operation.name == "send_recv" else operation.num_ranks or 0
+        sides: Counter[tuple[Any, ...]] = Counter()
+        for place, tasks in operation.members:
+            t = job.ranks[place].tasks
+            for task in tasks:
+                sides[t.algo[task], t.proto[task], t.dtype[task], int(t.channels[task])] += 1
+        is_to_itself = operation.name == "send_recv" and operation.num_members == 1
+        num_apart += operation.num_members < needed and not is_to_itself
+        # channels of a send and of its receive may differ
+        words = {side[:3] if operation.name in ("send_recv", "all_to_all") else side for side in sides}
+        num_disagreeing += len(words) != 1
+    if num_apart:
+        problems.append(f"{num_apart} of {num_operations} operations lack a member")
+    if num_disagreeing:
+        problems.append(f"{num_disagreeing} operations differ between ranks in algorithm, protocol, type or channels")
+    report = make_report(job)
+    return {
+        "problems": problems,
+        "torch": asked[0]["torch"],
+        "nccl": asked[0]["nccl"],
+        "interface": sorted({comm.interface_version for one in job.ranks for comm in one.file.comms.values()}),
+        "num_operations": num_operations,
+        "num_tasks": job.num_tasks,
+        "num_events": sum(len(one.file.events) for one in job.ranks),
+        "clocks": {device: vars(fit) for device, fit in job.clocks.items()},
+        "fastest": [
+            [row.name, row.num_bytes, row.algo, row.proto, row.channels, row.median_ns, row.busbw_gb_per_s]
+            for row in report.rows
+            if row.num_bytes >= 1 << 20
+        ],
+    }
+
+
+def compare_with_torch(one: Any, truth: dict[str, Any]) -> list[str]:
+    """The tasks of one rank against what its worker says it called, in order, and when."""
+    tasks, problems, rank = one.tasks, [], one.rank
+    comms = one.file.comms
+    ranks = {number: -1 if comm.rank is None else comm.rank for number, comm in comms.items()}
+    own_rank = np.array([ranks[comm] for comm in tasks.comm.tolist()], np.int64)
+    to_itself = tasks.is_message & (own_rank == tasks.peer)
+    untimed = (tasks.kernel_stop_ns == np.iinfo(np.int64).min) & ~to_itself
+    if untimed.any():
+        names = Counter(tasks.func[untimed].tolist())
+        problems.append(f"rank {rank}: {int(untimed.sum())} tasks have no kernel time: {dict(names)}")
+    # collectives in the order of the calls, over all communicators: torch calls from one thread here
+    order = np.flatnonzero(~tasks.is_message)
+    order = order[np.argsort(tasks.called_ns[order], kind="stable")]
+    found = [(str(tasks.func[t]), int(tasks.count[t]), str(tasks.dtype[t])) for t in order.tolist()]
+    wanted = [tuple(call) for call in truth["collectives"]]
+    if len(found) != len(wanted):
+        problems.append(f"rank {rank}: {len(found)} collectives, torch called {len(wanted)}")
+    for (func, num, dtype), (func2, num2, dtype2) in zip(found, wanted, strict=False):
+        if func != func2 or num != num2 or (dtype2 is not None and dtype != dtype2):
+            problems.append(f"rank {rank}: NCCL has {func} {num} {dtype}, torch called {func2} {num2} {dtype2}")
+            break
+    sent = Counter(
+        (str(tasks.func[t]), int(tasks.count[t])) for t in np.flatnonzero(tasks.is_message & ~to_itself).tolist()
+    )
+    for func, num, at_least in truth["messages"]:
+        if sent[func, num] < at_least:
+            problems.append(f"rank {rank}: {sent[func, num]} {func} of {num} elements, torch asked for {at_least}")
+    # each of these ran alone, between two synchronisations: its kernel lies between them on the host's clock
+    fit = next(iter(one.clocks.values()), None)
+    slack = (fit.uncertainty_ns or 0) + 1000 if fit is not None else 0
+    for begin, end, name in truth["windows"]:
+        inside = (tasks.called_ns >= begin) & (tasks.called_ns <= end)
+        timed = inside & (tasks.kernel_stop_ns != np.iinfo(np.int64).min)
+        early, late = tasks.kernel_start_ns[timed] < begin - slack, tasks.kernel_stop_ns[timed] > end + slack
+        if not inside.any():
+            problems.append(f"rank {rank}: nothing was recorded between {begin} and {end} ({name})")
+        elif early.any() or late.any():
+            problems.append(f"rank {rank}: the kernel of {name} lies outside of the time in which it ran")
+    return problems
+
+
+def overhead(num_ranks: int, plugin: str, repeats: int) -> dict[str, Any]:
+    """Median step time without the profiler and with it, in turns; the change is against the mean of the neighbours."""
+    with tempfile.TemporaryDirectory() as folder:
+        on = {"NCCL_PROFILER_PLUGIN": plugin, "PRISM_NCCL_OUTPUT": f"{folder}/"}
+        off_ms: list[float] = []
+        on_ms: list[float] = []
+        for _ in range(repeats):
+            off_ms.append(max(run(num_ranks, ["steps"], {}, shared=False)))
+            on_ms.append(max(run(num_ranks, ["steps"], on, shared=False)))
+        off_ms.append(max(run(num_ranks, ["steps"], {}, shared=False)))
+        num_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+    changes = [100 * (with_ / ((a + b) / 2) - 1) for with_, a, b in zip(on_ms, off_ms, off_ms[1:], strict=True)]
+    return {
+        "without_ms": off_ms, "with_ms": on_ms, "change_percent": changes,
+        "median_change_percent": statistics.median(changes),
+        "spread_without_percent": 100 * (max(off_ms) / min(off_ms) - 1), "record_bytes": num_bytes,
+    }  # fmt: skip
+
+
+def joined(num_ranks: int) -> dict[str, Any]:
+    """The checks under prism observe; what becomes of the join."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ["observe", "--nccl-profiler", "--nproc-per-node", str(num_ranks), "-o", f"{folder}/real.prism"]
+        done = subprocess.run(
+            [sys.executable, "-m", "prism_sdk.cli.main", *words, "--", str(WORKER), "check"], text=True,
+            capture_output=True, timeout=TIMEOUT_S, cwd=ROOT, env={**os.environ, "NCCL_NVLS_ENABLE": "0"},
+        )  # fmt: skip
+        lines = [line for line in done.stderr.splitlines() if "NCCL" in line]
+        return {"exit_code": done.returncode, "said": lines or done.stderr.splitlines()[-5:]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checks-only", action="store_true")
+    parser.add_argument("--repeats", type=int, default=3)
+    options = parser.parse_args()
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        print(json.dumps({"skipped": "no GPU"}))
+        return 0
+    shared = num_gpus == 1
+    num_ranks, plugin = 2 if shared else num_gpus, library()
+    results: dict[str, Any] = {"gpus": num_gpus, "gpu": torch.cuda.get_device_name(0)}
+    results["check"] = check(num_ranks, plugin, shared=shared)
+    if not options.checks_only:
+        results["check_all_events"] = check(num_ranks, plugin, shared=shared, events="all")
+        if not shared:
+            results["overhead"] = overhead(num_ranks, plugin, options.repeats)
+            results["joined"] = joined(num_ranks)
+    text = json.dumps(results, indent=2, default=str)
+    print(text)
+    out = os.environ.get("OUT")
+    if out:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        (Path(out) / "nccl_profiler_device.json").write_text(text)
+    return 1 if any(results[name]["problems"] for name in ("check", "check_all_events") if name in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""DeepSpeed's engine and ZeRO optimizers, outside of pipelines: microbatches are its micro steps.
+
+With `engine.backward(loss)` the backward pass is a stretch; with `loss.backward()` no function spans it, and the
+backward phase that torch itself tells gets the microbatch which the forward pass left behind.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prism_sdk.abc import AdapterHook, UnitNamer
+from prism_sdk.adapting import Around
+
+__all__ = ["HOOKS", "Engine"]
+
+_ENGINE = "deepspeed.runtime.engine"
+_MOST_LAYERS = 4  # that a name lists; ZeRO may gather many small ones at once
+_PARAMETERS = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
+HOOKS = {
+    "forward": AdapterHook(_ENGINE, "DeepSpeedEngine.forward"),
+    "backward": AdapterHook(_ENGINE, "DeepSpeedEngine.backward"),
+    "step": AdapterHook(_ENGINE, "DeepSpeedEngine._take_model_step"),
+    "allreduce": AdapterHook(_ENGINE, "DeepSpeedEngine.allreduce_gradients"),
+    "reduce12": AdapterHook("deepspeed.runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer.reduce_ipg_grads"),
+    "reduce3": AdapterHook(
+        "deepspeed.runtime.zero.stage3",
+        "DeepSpeedZeroOptimizer_Stage3._DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads",
+    ),
+    "gather": AdapterHook(
+        _PARAMETERS, "PartitionedParameterCoordinator._PartitionedParameterCoordinator__all_gather_params"
+    ),
+}
+
+
+class Engine:
+    """What the hooks do."""
+
+    def __init__(self, namer: UnitNamer) -> None:
+        self._namer = namer
+        self._names: dict[int, str] = {}  # parameter -> the module that has it
+        self._known: set[int] = set()
+
+    def around(self) -> Sequence[Around]:
+        """The table of hooks."""
+        return [
+            Around(HOOKS["forward"], before=self.forward),
+            Around(HOOKS["backward"], before=self.backward),
+            Around(HOOKS["step"], before=self.step),
+            *(Around(HOOKS[name], before=self.reduce) for name in ("allreduce", "reduce12", "reduce3")),
+            Around(HOOKS["gather"], before=self.gather),
+        ]
+
+    def forward(self, engine: Any, *_: Any, **__: Any) -> int | None:
+        if id(engine) not in self._known:
+            self._learn(engine)
+        if self._namer.is_scheduled or not sys.modules["torch"].is_grad_enabled():
+            return None
+        microbatch = engine.micro_steps % engine.gradient_accumulation_steps()
+        self._namer.assume(microbatch=microbatch)
+        return self._namer.enter("forward", microbatch=microbatch, part="forward")
+
+    def backward(self, engine: Any, *_: Any, **__: Any) -> int | None:
+        if self._namer.is_scheduled:
+            return None
+        microbatch = engine.micro_steps % engine.gradient_accumulation_steps()
+        return self._namer.enter("backward", microbatch=microbatch, part="backward")
+
+    def step(self, *_: Any, **__: Any) -> int:
+        return self._namer.enter("optimizer", part="optimizer")
+
+    def reduce(self, *_: Any, **__: Any) -> int:
+        return self._namer.enter("backward", part="grad_sync")
+
+    def gather(self, _: Any, params: Iterable[Any], *__: Any, **___: Any) -> int | None:
+        """Called with what is really gathered: for the module at work, and for those that come next."""
+        names = dict.fromkeys(self._names.get(id(param), "(unknown)") for param in params)
+        if not names:
+            return None
+        layers = sorted(names)
+        more = ",..." if len(layers) > _MOST_LAYERS else ""
+        return self._namer.enter(part="param_gather", layer=",".join(layers[:_MOST_LAYERS]) + more)
+
+    def _learn(self, engine: Any) -> None:
+        self._known.add(id(engine))
+        for name, parameter in engine.module.named_parameters():
+            self._names[id(parameter)] = name.rpartition(".")[0] or "(root)"
+        group = getattr(engine, "data_parallel_group", None)
+        if group is not None and hasattr(group, "group_name"):
+            self._namer.purposes({str(group.group_name): "dp"})
+            self._namer.coordinates({"dp": int(group.rank())})

@@ -1,0 +1,116 @@
+"""The hooks of FSDP2 (`fully_shard`), also hybrid sharded. What happens to parameters is FSDP's own business."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from prism_sdk.abc import AdapterHook, UnitNamer
+from prism_sdk.adapting import Around
+from prismtrace_fsdp.counting import Microbatches
+
+__all__ = ["GROUP", "STATE", "Sharded"]
+
+_PACKAGE = "torch.distributed.fsdp._fully_shard"
+GROUP = {
+    name: AdapterHook(f"{_PACKAGE}._fsdp_param_group", f"FSDPParamGroup.{name}")
+    for name in ("unshard", "wait_for_unshard", "pre_backward", "post_backward")
+}
+STATE = {
+    name: AdapterHook(f"{_PACKAGE}._fsdp_state", f"FSDPState.{name}")
+    for name in ("_pre_forward", "_post_forward", "_root_post_backward_final_callback")
+}
+_ROOT = "(root)"
+
+
+class Sharded:
+    """What the hooks do. A layer's stretch in the forward pass lies between two calls, in the backward pass too."""
+
+    def __init__(self, namer: UnitNamer, microbatches: Microbatches) -> None:
+        self._namer = namer
+        self._microbatches = microbatches
+        self._forward: dict[int, int] = {}  # state -> token of its layer's stretch
+        self._backward: tuple[int, int] | None = None  # parameter group, and token of its layer's stretch
+        self._known: set[int] = set()
+
+    def around(self) -> Sequence[Around]:
+        """The table of hooks."""
+        return [
+            Around(GROUP["unshard"], before=self.gather),
+            Around(GROUP["wait_for_unshard"], before=self.gathered),
+            Around(GROUP["pre_backward"], after=self.layer_backward_begins),
+            Around(GROUP["post_backward"], before=self.reduce, after=self.layer_backward_ends),
+            Around(STATE["_pre_forward"], before=self.root_begins, after=self.layer_begins),
+            Around(STATE["_post_forward"], before=self.layer_ends),
+            Around(STATE["_root_post_backward_final_callback"], before=self.backward_ends),
+        ]
+
+    def gather(self, group: Any, *_: Any, **__: Any) -> int | None:
+        if group._all_gather_result is not None:  # prefetched: the call does nothing
+            return None
+        return self._namer.enter(part="param_gather", layer=group._module_fqn or _ROOT)
+
+    def gathered(self, group: Any, *_: Any, **__: Any) -> int | None:
+        if group._all_gather_result is None:
+            return None
+        return self._namer.enter(part="param_gather", layer=group._module_fqn or _ROOT)
+
+    def reduce(self, group: Any, *_: Any, **__: Any) -> int:
+        return self._namer.enter("backward", part="grad_sync", layer=group._module_fqn or _ROOT)
+
+    def root_begins(self, state: Any, *_: Any, **__: Any) -> None:
+        """Before the parameters of the outermost module are gathered."""
+        if state._is_root is not False and state._state_ctx.iter_forward_root is None:
+            self._microbatches.forward(id(state))
+
+    def layer_begins(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+        group = _group_of(state)
+        if group is None:
+            return
+        if id(group) not in self._known:
+            self._known.add(id(group))
+            self._learn(group)
+        self._forward[id(state)] = self._namer.enter(layer=group._module_fqn or _ROOT)
+
+    def layer_ends(self, state: Any, *_: Any, **__: Any) -> None:
+        token = self._forward.pop(id(state), None)
+        if token is not None:
+            self._namer.leave(token)
+
+    def layer_backward_begins(self, _: Any, group: Any, *__: Any, **___: Any) -> None:
+        if self._backward is not None:
+            if self._backward[0] == id(group):
+                return
+            self._namer.leave(self._backward[1])
+        self._backward = (id(group), self._namer.enter(layer=group._module_fqn or _ROOT))
+
+    def layer_backward_ends(self, _: Any, group: Any, *__: Any, **___: Any) -> None:
+        if self._backward is not None and self._backward[0] == id(group):
+            self._namer.leave(self._backward[1])
+            self._backward = None
+
+    def backward_ends(self, *_: Any) -> int:
+        """What is left to do once autograd is through, also for layers whose hook did not fire."""
+        if self._backward is not None:
+            self._namer.leave(self._backward[1])
+            self._backward = None
+        return self._namer.enter("backward", part="grad_sync")
+
+    def _learn(self, group: Any) -> None:
+        purposes = {}
+        shard = _name_of(group, "_all_gather_process_group")
+        if shard:
+            purposes[shard] = "dp_shard"
+        if group._is_hsdp and (replicate := _name_of(group, "_all_reduce_process_group")):
+            purposes[replicate] = "dp_replicate"
+        self._namer.purposes(purposes)
+
+
+def _group_of(state: Any) -> Any:
+    groups = getattr(state, "_fsdp_param_groups", None)  # several with a mesh for each parameter (torch 2.12)
+    return groups[0] if groups else getattr(state, "_fsdp_param_group", None)
+
+
+def _name_of(group: Any, attribute: str) -> str | None:
+    process_group = getattr(group, attribute, None)
+    return None if process_group is None else str(process_group.group_name)

@@ -1,0 +1,142 @@
+"""The adapter on each data parallelism, against what the flight recorder's operations say; and its contract."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from prismtrace_fsdp.adapter import DataParallelAdapter
+
+import prismtrace
+from prism_sdk.abc import FrameworkAdapter
+from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order
+
+JOB = Path(__file__).parent / "data_parallel_job.py"
+KINDS = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
+LAYERS = ("blocks.0", "blocks.1", "(root)")
+
+
+class TestContract(FrameworkAdapterContract):
+    def make_adapter(self) -> FrameworkAdapter:
+        return DataParallelAdapter()
+
+
+@dataclass(frozen=True)
+class Job:
+    """All kinds, two steps each, recorded at four ranks on two slots."""
+
+    launches: Launches
+    trace: Path
+    losses: list[float]
+
+    def order(self, kind: str, rank: int = 0, *, named_only: bool = True) -> list[NamedUnit]:
+        """The second step of a kind: nothing is set up in it any more."""
+        return unit_order(self.trace, rank, step=2 * KINDS.index(kind) + 1, named_only=named_only)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    launches = Launches(tmp_path_factory.mktemp("kinds"), plugin="prismtrace_fsdp")
+    done = launches.record(JOB, KINDS, num_ranks=4)
+    return Job(launches, done.trace, losses(done.out))
+
+
+def counted(order: list[NamedUnit], part: str, op: str) -> Counter[tuple[str | None, int | None]]:
+    return Counter((unit.layer, unit.microbatch) for unit in order if unit.op == op and unit.part == part)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_fsdp2_gathers_and_reduces_each_layer_in_each_microbatch(job: Job, rank: int) -> None:
+    order = job.order("fsdp2", rank)
+    gathers, reductions = counted(order, "param_gather", "all_gather"), counted(order, "grad_sync", "reduce_scatter")
+    # blocks are gathered again for the backward pass, the outermost module is kept
+    assert gathers == {(layer, mb): 1 if layer == "(root)" else 2 for layer in LAYERS for mb in (0, 1)}
+    assert reductions == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
+    assert all(unit.purpose == "dp_shard" for unit in order if unit.op is not None)
+
+
+def test_fsdp2_names_the_computing_of_layers(job: Job) -> None:
+    order = [unit for unit in job.order("fsdp2") if unit.op is None and unit.part is None and unit.microbatch == 1]
+    forward = [unit.layer for unit in order if unit.phase == "forward" and unit.layer]
+    backward = [unit.layer for unit in order if unit.phase == "backward" and unit.layer]
+    assert [layer for layer in forward if layer != "(root)"] == ["blocks.0", "blocks.1"]
+    found = list(dict.fromkeys(backward))
+    assert found.index("blocks.1") < found.index("blocks.0")
+
+
+def test_hybrid_sharding_reduces_over_replicas_too(job: Job) -> None:
+    order = job.order("hsdp")
+    reductions = counted(order, "grad_sync", "all_reduce")
+    assert reductions == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
+    purposes = {(unit.op, unit.purpose) for unit in order if unit.op is not None}
+    assert purposes == {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")}
+
+
+def test_fsdp1_names_layers(job: Job) -> None:
+    order = job.order("fsdp1")
+    assert {layer for layer, _ in counted(order, "param_gather", "all_gather")} == set(LAYERS)
+    assert counted(order, "grad_sync", "reduce_scatter") == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
+
+
+def test_ddp_reduces_in_the_last_microbatch_only(job: Job) -> None:
+    order = job.order("ddp")
+    reductions = [unit for unit in order if unit.op == "all_reduce"]
+    assert reductions and {(unit.part, unit.microbatch, unit.phase) for unit in reductions} == {
+        ("grad_sync", 1, "backward")
+    }
+    assert {unit.microbatch for unit in order if unit.phase == "forward"} == {0, 1}
+
+
+def test_tensor_parallel_collectives_have_their_purpose(job: Job) -> None:
+    order = job.order("tensor")
+    used = Counter(unit.purpose for unit in order if unit.op is not None)
+    assert used["tp"] > 0 and used["dp_shard"] > 0
+    with prismtrace.TraceReader(job.trace) as reader:
+        for rank in range(4):
+            coordinates = dict(pair.split("=") for pair in reader.metadata[f"rank.{rank}.coordinates"].split(","))
+            assert (coordinates["dp"], coordinates["tp"]) == (str(rank // 2), str(rank % 2))
+            assert (coordinates["replicate"], coordinates["shard"]) == (str(rank // 2), str(rank % 2))
+            assert reader.metadata[f"rank.{rank}.fidelity"] == "full"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_step_counts_microbatches_anew(job: Job, kind: str) -> None:
+    for step in (0, 1):
+        units = unit_order(job.trace, 1, step=2 * KINDS.index(kind) + step)
+        assert {unit.microbatch for unit in units if unit.phase == "backward"} == {0, 1}
+        assert all(unit.microbatch is None for unit in units if unit.phase == "optimizer")
+
+
+def test_losses_are_the_same_under_all_and_without_the_adapter(job: Job) -> None:
+    plain = Launches(job.launches.folder, environment={"PRISM_DISABLE_PLUGINS": "fsdp"})
+    done = plain.record(JOB, KINDS, num_ranks=4)
+    assert losses(done.out) == job.losses
+    per_kind = [job.losses[at : at + 2] for at in range(0, len(job.losses), 2)]
+    assert all(values == pytest.approx(per_kind[0], rel=1e-4) for values in per_kind)
+
+
+def test_observing_gives_the_same_names_and_the_collectives_of_the_flight_recorder(job: Job) -> None:
+    launches = Launches(job.launches.folder, plugin="prismtrace_fsdp", environment={"TORCH_FR_BUFFER_SIZE": "2000"})
+    done = launches.observe(JOB, ["ddp", "fsdp2"], num_ranks=2)
+    order = unit_order(done.trace, 1, step=3)
+    assert counted(order, "grad_sync", "reduce_scatter") == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
+    (line,) = [line for line in done.out.splitlines() if line.startswith("flight recorder")]
+    seen = json.loads(line.removeprefix("flight recorder "))
+    ours = Counter(unit.op for unit in unit_order(done.trace, 0, named_only=False) if unit.op is not None)
+    assert len(seen) == sum(ours.values()) and len(seen) > 20
+    gathers = sum(1 for name in seen if "all_gather" in name)
+    assert gathers == ours["all_gather"]  # gloo does a reduce-scatter as an all-reduce, and says so
+
+
+@pytest.mark.slow
+def test_the_graph_is_calibrated_and_emulated_with_the_same_losses(job: Job) -> None:
+    recorded = job.launches.record(JOB, ["fsdp2"], num_ranks=2)
+    graph = job.launches.calibrate(recorded.trace, JOB, ["fsdp2"]).trace
+    first = job.launches.emulate(graph, JOB, ["fsdp2"], sandbox="0")
+    assert losses(first.out) == losses(recorded.out)
+    assert [str(one) for one in unit_order(first.trace, 0)] == [str(one) for one in unit_order(graph, 0)]

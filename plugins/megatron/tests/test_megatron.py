@@ -1,0 +1,177 @@
+"""The adapter on Megatron-Core itself, without a GPU, against the orders of its schedules; and its contract."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("megatron.core", exc_type=ImportError)
+from prismtrace_megatron.adapter import MegatronAdapter
+from prismtrace_megatron.experts import skew_bias
+
+import prismtrace
+from prism_sdk.abc import FrameworkAdapter
+from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order
+from prismtrace import Op
+
+JOB = Path(__file__).parent / "megatron_job.py"
+ON_CPU = ("--device", "cpu")
+MICROBATCHES = 4
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning", "ignore::FutureWarning")
+class TestContract(FrameworkAdapterContract):
+    def make_adapter(self) -> FrameworkAdapter:
+        return MegatronAdapter()
+
+
+@dataclass(frozen=True)
+class Job:
+    """One launch, and its second step."""
+
+    launched: Launched
+
+    def order(self, rank: int) -> list[NamedUnit]:
+        return unit_order(self.launched.trace, rank, step=1)
+
+    def passes(self, rank: int) -> list[tuple[str | None, int | None, int | None]]:
+        """Forward and backward passes as they began: part, microbatch, chunk."""
+        found: list[tuple[str | None, int | None, int | None]] = []
+        for unit in self.order(rank):
+            one = (unit.phase, unit.microbatch, unit.model_chunk)
+            if unit.microbatch is not None and unit.label is None and (not found or found[-1] != one):
+                found.append(one)
+        return found
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("megatron"), plugin="prismtrace_megatron")
+
+
+@pytest.fixture(scope="module")
+def dense(launches: Launches) -> Job:
+    return Job(launches.record(JOB, ["--tp", "2", "--pp", "2"], num_ranks=4, options=ON_CPU))
+
+
+MIXED = ("--pp", "2", "--chunks", "2", "--ep", "2", "--moe")
+
+
+@pytest.fixture(scope="module")
+def mixed(launches: Launches) -> Job:
+    """Interleaved stages, with experts on two ranks."""
+    return Job(launches.record(JOB, MIXED, num_ranks=4, options=ON_CPU))
+
+
+def one_forward_one_backward(stage: int, num_stages: int) -> list[tuple[str, int, None]]:
+    """As Megatron describes its schedule: warmup, pairs of one forward and one backward pass, cooldown."""
+    num_warmup = min(num_stages - stage - 1, MICROBATCHES)
+    order: list[tuple[str, int, None]] = [("forward", number, None) for number in range(num_warmup)]
+    for number in range(MICROBATCHES - num_warmup):
+        order += [("forward", num_warmup + number, None), ("backward", number, None)]
+    return order + [("backward", number, None) for number in range(MICROBATCHES - num_warmup, MICROBATCHES)]
+
+
+def interleaved(stage: int, num_stages: int, num_chunks: int) -> list[tuple[str, int, int]]:
+    """From the table that Megatron itself plans by."""
+    from megatron.core.pipeline_parallel.schedules import get_schedule_table
+
+    table = get_schedule_table(MICROBATCHES, num_chunks, num_stages)
+    forward = [("forward", microbatch, chunk) for microbatch, chunk in table]
+    backward = [("backward", microbatch, num_chunks - 1 - chunk) for microbatch, chunk in table]
+    num_warmup = min((num_stages - stage - 1) * 2 + (num_chunks - 1) * num_stages, len(table))
+    order = forward[:num_warmup]
+    for one, other in zip(forward[num_warmup:], backward, strict=False):
+        order += [one, other]
+    return order + backward[len(table) - num_warmup :]
+
+
+def test_passes_are_in_the_order_of_1f1b(dense: Job) -> None:
+    for rank in range(4):
+        assert dense.passes(rank) == one_forward_one_backward(rank // 2, 2)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:megatron")
+def test_passes_are_in_the_interleaved_order(mixed: Job) -> None:
+    for rank in range(4):
+        assert mixed.passes(rank) == interleaved(rank // 2, 2, 2)
+
+
+def test_every_message_is_sent_and_received_once(dense: Job) -> None:
+    sent: Counter[tuple[int | str | None, ...]] = Counter()
+    received: Counter[tuple[int | str | None, ...]] = Counter()
+    for rank in range(4):
+        for unit in dense.order(rank):
+            if unit.op == "send":
+                assert unit.label == ("send activation" if rank < 2 else "send gradient")
+                sent[(rank, unit.peer, unit.phase, unit.microbatch)] += 1
+            elif unit.op == "recv":
+                received[(unit.peer, rank, unit.phase, unit.microbatch)] += 1
+    assert sent == received and len(sent) == 4 * MICROBATCHES and set(sent.values()) == {1}
+
+
+def test_layers_stages_purposes_and_coordinates(dense: Job, mixed: Job) -> None:
+    assert {(unit.layer, unit.stage) for unit in dense.order(3) if unit.layer} == {("layers.1", 1)}
+    found = {(unit.stage, unit.layer) for unit in mixed.order(0) if unit.layer}
+    assert found == {(0, "layers.0"), (2, "layers.2")}
+    assert {unit.purpose for unit in dense.order(0) if unit.op == "all_reduce"} >= {"tp"}
+    with prismtrace.TraceReader(mixed.launched.trace) as reader:
+        assert reader.metadata["rank.3.coordinates"] == "tp=0,pp=1,dp=1,cp=0,ep=1"
+        assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(4))
+
+
+def tokens(trace: Path, rank: int) -> list[list[int]]:
+    with prismtrace.TraceReader(trace) as reader:
+        column = reader.units(rank).columns()["moe.tokens_per_expert"]
+        return [[int(one) for one in value] for value in column if value is not None]
+
+
+def splits(trace: Path, rank: int) -> list[list[int]]:
+    with prismtrace.TraceReader(trace) as reader:
+        units = reader.units(rank)
+        return [
+            [int(one) for one in units.splits_in[row]]
+            for row in range(len(units))
+            if units.op[row] == Op.ALL_TO_ALL and units.splits_in[row] is not None
+        ]
+
+
+def test_tokens_of_experts_agree_with_the_splits(mixed: Job) -> None:
+    for rank in range(4):
+        counts = tokens(mixed.launched.trace, rank)
+        assert len(counts) == 2 * 2 * MICROBATCHES  # steps, chunks, microbatches
+        assert all(sum(one) == 2 * 2 * 16 for one in counts)  # the two best experts of each of two times 16 tokens
+        assert len({tuple(one) for one in counts}) > 1  # nothing is made even
+        per_member = {(one[0] + one[1], one[2] + one[3]) for one in counts}  # two experts a rank
+        assert per_member <= {tuple(one) for one in splits(mixed.launched.trace, rank)}
+
+
+def test_a_skew_moves_tokens_to_the_first_experts(launches: Launches, mixed: Job) -> None:
+    skewed = Job(launches.record(JOB, MIXED, num_ranks=4, options=[*ON_CPU, "--moe-skew", "3"]))
+    for rank in range(4):
+        before, after = (
+            [sum(column) for column in zip(*tokens(job.launched.trace, rank), strict=True)] for job in (mixed, skewed)
+        )
+        assert after[0] > 1.5 * before[0] and after[3] < before[3] / 2
+        assert sum(before) == sum(after)
+    assert skew_bias(3, 0) == [0, 0, 0]
+    with prismtrace.TraceReader(skewed.launched.trace) as reader:
+        assert reader.metadata["job.moe_skew"] == "3.0"
+        assert reader.metadata["rank.0.fidelity"] == "full"
+
+
+@pytest.mark.slow
+def test_sharded_optimizer_is_named_calibrated_and_emulated(launches: Launches) -> None:
+    arguments = ["--sharded", "--microbatches", "2"]
+    recorded = launches.record(JOB, arguments, num_ranks=2, options=ON_CPU)
+    order = unit_order(recorded.trace, 1, step=1)
+    gathers = [unit for unit in order if unit.op == "all_gather" and unit.part == "param_gather"]
+    syncs = [unit for unit in order if unit.op == "reduce_scatter" and unit.part == "grad_sync"]
+    assert gathers and syncs and {unit.microbatch for unit in syncs} <= {1, None}
+    graph = launches.calibrate(recorded.trace, JOB, arguments).trace
+    emulated = launches.emulate(graph, JOB, arguments, sandbox="1")
+    assert losses(emulated.out) == losses(recorded.out) != []

@@ -1,0 +1,153 @@
+"""The adapter on every schedule of torch, against the orders that torch itself plans; and its contract."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from prismtrace_pipelining.adapter import PipeliningAdapter
+
+import prismtrace
+from prism_sdk.abc import FrameworkAdapter
+from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order
+
+JOB = Path(__file__).parent / "pipeline_job.py"
+SINGLE = ("GPipe", "1F1B")
+MULTI = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+LETTERS = {"forward": "F", "backward": "B", "input_grad": "I", "weight_grad": "W"}
+MESSAGES = {
+    "send activation": "SEND_F", "recv activation": "RECV_F", "send gradient": "SEND_B", "recv gradient": "RECV_B",
+}  # fmt: skip
+
+
+class TestContract(FrameworkAdapterContract):
+    def make_adapter(self) -> FrameworkAdapter:
+        return PipeliningAdapter()
+
+
+@dataclass(frozen=True)
+class Job:
+    """All schedules, one a step, recorded at four ranks on two slots."""
+
+    launches: Launches
+    trace: Path
+    plans: dict[str, list[list[str]]]
+    losses: list[float]
+
+    def order(self, name: str, rank: int) -> list[NamedUnit]:
+        return unit_order(self.trace, rank, step=list(self.plans).index(name))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp("schedules")
+    launches = Launches(folder, plugin="prismtrace_pipelining")
+    plan = folder / "plans.json"
+    done = launches.record(JOB, [str(plan), *SINGLE, *MULTI], num_ranks=4)
+    return Job(launches, done.trace, json.loads(plan.read_text()), losses(done.out))
+
+
+def action(unit: NamedUnit) -> str | None:
+    """A unit as torch spells its actions, such as 2SEND_F0; None for what is no action."""
+    if unit.op is not None:
+        return f"{unit.stage}{MESSAGES[unit.label]}{unit.microbatch}" if unit.label in MESSAGES else None
+    letter = LETTERS.get(unit.part or "")
+    return None if letter is None else f"{unit.stage}{letter}{unit.microbatch}"
+
+
+def planned(actions: list[str]) -> list[str]:
+    """The actions of a plan that computing or messages come of; an overlapped pair one after the other."""
+    flat: list[str] = []
+    for one in actions:
+        flat += re.findall(r"\d+(?:SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)\d+", one)
+    return flat
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_units_come_in_the_order_that_torch_planned(job: Job, name: str) -> None:
+    for rank in range(4):
+        found = [one for one in map(action, job.order(name, rank)) if one is not None]
+        assert found == planned(job.plans[name][rank])
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_passes_come_in_the_order_that_torch_planned(job: Job, name: str) -> None:
+    for rank in range(4):
+        found = [one for one in map(action, job.order(name, rank)) if one is not None and "_" not in one]
+        plan = planned(job.plans[name][rank])
+        if "3F8" in plan:  # torch 2.13 plans 1F1B's last stage with forwards counted from 1: there is no microbatch 8
+            plan = [f"3F{int(one[2:]) - 1}" if "F" in one else one for one in plan]
+        assert found == plan
+
+
+@pytest.mark.parametrize("name", SINGLE + MULTI)
+def test_every_message_is_sent_and_received_once(job: Job, name: str) -> None:
+    sent: Counter[tuple[int | str | None, ...]] = Counter()
+    received: Counter[tuple[int | str | None, ...]] = Counter()
+    for rank in range(4):
+        for unit in job.order(name, rank):
+            towards = 1 if unit.phase == "forward" else -1
+            if unit.op == "send":
+                assert unit.stage is not None
+                sent[(rank, unit.peer, unit.phase, unit.microbatch, unit.stage + towards)] += 1
+            elif unit.op == "recv":
+                received[(unit.peer, rank, unit.phase, unit.microbatch, unit.stage)] += 1
+    assert sent == received and sent and set(sent.values()) == {1}
+
+
+def test_warmup_and_cooldown_of_1f1b(job: Job) -> None:
+    for rank in range(4):
+        parts = Counter(unit.schedule for unit in job.order("1F1B", rank) if unit.part in ("forward", "backward"))
+        assert parts["warmup"] == 4 - rank
+        assert parts["cooldown"] == max(4 - rank, 1)
+        assert parts["steady"] == 16 - parts["warmup"] - parts["cooldown"]
+
+
+def test_chunks_coordinates_and_fidelity(job: Job) -> None:
+    chunks = {(unit.stage, unit.model_chunk) for unit in job.order("ZBVZeroBubble", 1) if unit.part == "forward"}
+    assert chunks == {(1, 0), (6, 1)}
+    with prismtrace.TraceReader(job.trace) as reader:
+        facts = reader.metadata
+    assert [facts[f"rank.{rank}.coordinates"] for rank in range(4)] == ["pp=0", "pp=1", "pp=2", "pp=3"]
+    assert all(facts[f"rank.{rank}.fidelity"] == "full" for rank in range(4))
+    assert facts["job.adapters"].split(",").count("pipelining") == 1
+
+
+@pytest.mark.slow
+def test_the_graph_is_calibrated_and_emulated_with_the_same_losses(job: Job) -> None:
+    arguments = ["-", "1F1B", "ZBVZeroBubble"]
+    recorded = job.launches.record(JOB, arguments, num_ranks=4)
+    graph = job.launches.calibrate(recorded.trace, JOB, arguments).trace
+    first = job.launches.emulate(graph, JOB, arguments, sandbox="0")
+    assert losses(first.out) == losses(recorded.out)[1:]  # in a V the first rank has the last stage too
+    assert [str(one) for one in unit_order(first.trace, 0)] == [str(one) for one in unit_order(graph, 0)]
+
+
+def test_observing_gives_the_same_names(job: Job) -> None:
+    done = job.launches.observe(JOB, ["-", "1F1B", "ZBVZeroBubble"], num_ranks=2)
+    assert losses(done.out)[1] == pytest.approx(losses(done.out)[0], rel=0.2)
+    order = unit_order(done.trace, 1, step=1)
+    assert {unit.part for unit in order} >= {"forward", "input_grad", "weight_grad"}
+
+
+def test_eight_ranks_on_two_slots(job: Job) -> None:
+    plan = job.launches.folder / "eight.json"
+    done = job.launches.record(JOB, [str(plan), "1F1B", "Interleaved1F1B"], num_ranks=8)
+    planned_of = json.loads(plan.read_text())["Interleaved1F1B"]
+    for rank in range(8):
+        found = [one for one in map(action, unit_order(done.trace, rank, step=1)) if one is not None]
+        assert found == planned(planned_of[rank])
+
+
+def test_losses_are_those_without_the_adapter(job: Job) -> None:
+    plain = Launches(job.launches.folder, environment={"PRISM_DISABLE_PLUGINS": "pipelining"})
+    done = plain.record(JOB, ["-", *SINGLE, *MULTI], num_ranks=4)
+    assert losses(done.out) == job.losses
+    with prismtrace.TraceReader(done.trace) as reader:
+        assert "rank.0.adapters" not in reader.metadata

@@ -1,0 +1,84 @@
+"""``prism plugin new``: writes the skeleton of a plugin. What a plugin may do is in ``prism_sdk.abc``."""
+
+from __future__ import annotations
+
+import importlib.resources
+import keyword
+import re
+import shutil
+import string
+import tempfile
+from pathlib import Path
+
+import click
+
+from prism_sdk.cli.output import echo_json
+from prism_sdk.errors import ExitCode, OutputError, UsageError
+
+# template -> where it goes; both may say $name
+_FILES = {
+    "pyproject.toml.txt": "pyproject.toml",
+    "README.md.txt": "README.md",
+    "init.py.txt": "src/prismtrace_$name/__init__.py",
+    "adapter.py.txt": "src/prismtrace_$name/adapter.py",
+    "test_plugin.py.txt": "tests/test_$name.py",
+}
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@click.group("plugin")
+def command() -> None:
+    """Start a plugin of your own.
+
+    The skeleton works at once: install it, run its tests, then turn it to your framework one hook at a time.
+
+    \b
+    Example:
+        prism plugin new mytrainer
+        pip install -e 'prismtrace-mytrainer[test]'
+        pytest prismtrace-mytrainer
+    """
+
+
+@command.command("new")
+@click.argument("name", metavar="NAME")
+@click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FOLDER",
+              help="Where to write it.  [default: prismtrace-NAME]")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
+def new(name: str, output: Path | None, as_json: bool) -> int:
+    """Write a framework adapter called NAME, with its tests, into a new folder."""
+    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
+        hint = "small letters, digits and _, beginning with a letter, such as mytrainer"
+        raise UsageError(f"{name!r} cannot be the name of a plugin", hint=hint)
+    folder = output or Path(f"prismtrace-{name.replace('_', '-')}")
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} exists already", hint="give another folder with --output")
+    files = _write(name, folder)
+    if as_json:
+        echo_json({"folder": folder, "files": files})
+    else:
+        click.echo(f"{folder}: {len(files)} files. Next:")
+        click.echo(f"    pip install -e '{folder}[test]'")
+        click.echo(f"    pytest {folder}")
+    return ExitCode.OK
+
+
+def _write(name: str, folder: Path) -> list[str]:
+    """Write the skeleton, whole or not at all; the names of its files."""
+    templates = importlib.resources.files("prism_sdk") / "testing" / "skeleton"
+    written = []
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".prism-plugin-") as work:
+            for template, target in _FILES.items():
+                text = string.Template((templates / template).read_text(encoding="utf-8")).substitute(name=name)
+                written.append(string.Template(target).substitute(name=name))
+                path = Path(work) / "plugin" / written[-1]
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text, encoding="utf-8")
+            if folder.exists():
+                folder.rmdir()
+            shutil.move(Path(work) / "plugin", folder)
+    except OSError as error:
+        raise OutputError(str(folder), reason=str(error)) from error
+    return written

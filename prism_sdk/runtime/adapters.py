@@ -1,0 +1,231 @@
+"""Puts the names that framework adapters give onto the units of a trace.
+
+Responsible for activating adapters in a rank, for nesting their names and for saying in the trace how complete they
+are; what a framework's schedule looks like is the knowledge of its adapter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from prism_sdk.runtime.names import Names
+from prism_sdk.runtime.tracer import Tracer
+from prismtrace import Phase
+
+_PHASES = {phase.name.lower(): int(phase) for phase in Phase if phase}
+_OTHER = int(Phase.OTHER)
+_UNKNOWN: Any = object()
+_NOTHING = (None,) * 7
+_MOST_NAMES = 1 << 16  # labels may be endless; beyond it equal names are no longer one object
+_MESH = "mesh_"  # torch's description of the groups of a DeviceMesh: mesh_ and the name of the dimension
+
+
+class Naming:
+    """The names of one rank, as all its adapters together give them."""
+
+    def __init__(self, tracer: Tracer, options: Mapping[str, str] | None = None) -> None:
+        self.tracer = tracer
+        self.options = options or {}
+        self.taken: set[str] = set()  # options that some adapter heeds
+        # token, phases to restore (None: it said none), names and queued names before it
+        self.stack: list[tuple[int, tuple[int, int] | None, Names | None, Any]] = []
+        self.names: dict[tuple[Any, ...], Names | None] = {}
+        self.next_token = 0
+        self.lowered: dict[str, list[str]] = {}  # adapter -> reasons
+        self.used: set[str] = set()
+        self.purposes: dict[str, str] = {}
+        self.coordinates: dict[str, int] = {}
+        self.is_open = True
+
+    def merge(
+        self, adapter: str, outer: Names | None, phase: int, microbatch: int | None, stage: int | None,
+        model_chunk: int | None, label: str | None, part: str | None, layer: str | None, schedule: str | None,
+    ) -> Names | None:  # fmt: skip
+        """The names of a stretch inside `outer`; equal ones are one object, and `outer` where nothing is said."""
+        if len(self.names) >= _MOST_NAMES:
+            self.names.clear()
+        key = (adapter, outer, phase, microbatch, stage, model_chunk, label, part, layer, schedule)
+        if not phase and key[3:] == _NOTHING:
+            self.names[key] = outer
+            return outer
+        if outer is not None:
+            if microbatch is None and stage is None and model_chunk is None and schedule is None:
+                microbatch, stage, model_chunk = outer.microbatch, outer.stage, outer.model_chunk
+                schedule = outer.schedule
+            if part is None and not phase:
+                part = outer.part
+            layer = outer.layer if layer is None else layer
+            label = outer.label if label is None else label
+        named = Names(label, microbatch, stage, model_chunk, part, layer, schedule, adapter)
+        self.names[key] = named
+        self.used.add(adapter)
+        return named
+
+    def facts(self) -> dict[str, str]:
+        """What the trace says of the names of this rank, by the last word of the metadata key."""
+        for name in self.options.keys() - self.taken:
+            self.lowered["prism"] = [f"{name} was asked for, and no adapter that is at work heeds it"]
+        if not self.used and not self.lowered:
+            return {}
+        facts = {"adapters": ",".join(sorted(self.used)), "fidelity": "reduced" if self.lowered else "full"}
+        if self.lowered:
+            reasons = [f"{name}: {reason}" for name, given in sorted(self.lowered.items()) for reason in given]
+            facts["fidelity_reasons"] = "; ".join(reasons)
+        return facts
+
+    def write(self) -> None:
+        """Put into the shard what is no unit: fidelity, coordinates, purposes of groups."""
+        writer, rank = self.tracer.writer, self.tracer.rank
+        for name, value in self.facts().items():
+            writer.set_metadata(f"rank.{rank}.{name}", value)
+        if self.coordinates:
+            writer.set_metadata(
+                f"rank.{rank}.coordinates", ",".join(f"{axis}={at}" for axis, at in self.coordinates.items())
+            )
+        for group in self.tracer.groups.values():
+            purpose = self.purposes.get(group.description) or self.purposes.get(group.name)
+            if purpose is None and group.description.startswith(_MESH):
+                purpose = group.description.removeprefix(_MESH)
+            if purpose:
+                writer.set_metadata(f"group.{group.group_id}.purpose", purpose)
+
+
+class TracerNamer:
+    """Where one adapter says what the rank is doing (implements prism_sdk.abc.UnitNamer)."""
+
+    def __init__(self, naming: Naming, adapter: str) -> None:
+        self._naming = naming
+        self._adapter = adapter
+        self._tracer = naming.tracer
+
+    def enter(
+        self, phase: str | None = None, *, microbatch: int | None = None, stage: int | None = None,
+        model_chunk: int | None = None, label: str | None = None, part: str | None = None, layer: str | None = None,
+        schedule: str | None = None,
+    ) -> int:  # fmt: skip
+        """Begin a stretch; an unknown phase counts as other."""
+        naming, tracer = self._naming, self._tracer
+        if not naming.is_open:
+            return 0
+        outer = tracer.names
+        number = 0 if phase is None else _PHASES.get(phase, _OTHER)
+        names = naming.names.get(
+            (self._adapter, outer, number, microbatch, stage, model_chunk, label, part, layer, schedule), _UNKNOWN
+        )
+        if names is _UNKNOWN:
+            names = naming.merge(
+                self._adapter, outer, number, microbatch, stage, model_chunk, label, part, layer, schedule
+            )
+        token = naming.next_token = naming.next_token + 1
+        before = tracer.rename(number, names) if number or names is not outer else None
+        naming.stack.append((token, before if number else None, outer, tracer.queued))
+        tracer.queued = None
+        return token
+
+    def leave(self, token: int | None = None) -> None:
+        """End the stretch of this token and all inside it."""
+        stack = self._naming.stack
+        if not stack or (token is not None and stack[-1][0] < token):
+            return
+        _, phases, names, queued = stack.pop()
+        while token is not None and stack and stack[-1][0] >= token:
+            _, outer_phases, names, queued = stack.pop()
+            phases = outer_phases or phases
+        tracer = self._tracer
+        names = names if stack else tracer.assumed
+        if phases is not None or names is not tracer.names:
+            tracer.unname(phases, names)
+        tracer.queued = queued
+
+    def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
+        """Names for units outside of any stretch."""
+        naming = self._naming
+        if not naming.is_open:
+            return
+        names = None
+        if not (microbatch is None and stage is None and layer is None):
+            names = naming.merge(self._adapter, None, 0, microbatch, stage, None, None, None, layer, None)
+        self._tracer.assumed = names
+        if not naming.stack:
+            self._tracer.rename(0, names)
+
+    def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
+        """Names for the next communication units of the innermost stretch."""
+        outer = self._tracer.names
+        order = ("microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")
+        queued: list[tuple[int, Names | None]] = []
+        for one in reversed(names):
+            given: list[Any] = [one.get(field) for field in order]
+            phase = _PHASES.get(str(one["phase"]), _OTHER) if "phase" in one else 0
+            key = (self._adapter, outer, phase, *given)
+            found = self._naming.names.get(key) or self._naming.merge(self._adapter, outer, phase, *given)
+            queued.append((phase, found))
+        self._tracer.queued = queued
+
+    def note(self, column: str, value: Sequence[int] | Callable[[], Sequence[int]]) -> None:
+        """Put a list of integers into a named column of the next unit."""
+        self._tracer.note(column, value)
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether an enclosing stretch says a microbatch."""
+        stack, names = self._naming.stack, self._tracer.names
+        return bool(stack) and names is not None and names.microbatch is not None
+
+    @property
+    def num_optimizer_steps(self) -> int:
+        """How many steps of optimizers have ended so far."""
+        return self._tracer.num_optimizer_steps
+
+    def part_of_group(self, group: str, *, part: str, phase: str) -> None:
+        """What collectives of a group are in a phase, where nobody named them."""
+        self._tracer.parts_of_groups[(group, _PHASES.get(phase, _OTHER))] = Names(part=part, adapter=self._adapter)
+
+    def purposes(self, purposes: Mapping[str, str]) -> None:
+        """What process groups are for, by their description or name."""
+        self._naming.purposes.update(purposes)
+
+    def coordinates(self, coordinates: Mapping[str, int]) -> None:
+        """Where this rank is in the job."""
+        self._naming.coordinates.update(coordinates)
+
+    def option(self, name: str) -> str | None:
+        """What the user asked of adapters."""
+        self._naming.taken.add(name)
+        return self._naming.options.get(name)
+
+    def lower(self, reason: str) -> None:
+        """Declare that names are not complete."""
+        reasons = self._naming.lowered.setdefault(self._adapter, [])
+        if reason not in reasons:
+            reasons.append(reason)
+
+
+def activate_adapters(
+    names: Sequence[str], plugins: Sequence[str], tracer: Tracer, until: contextlib.ExitStack,
+    options: Mapping[str, str] | None = None,
+) -> Naming:  # fmt: skip
+    """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
+    naming = Naming(tracer, options)
+
+    def close() -> None:
+        naming.is_open = False
+
+    if not names:
+        return naming
+    from prism_sdk.plugins import PluginManager
+
+    until.callback(close)  # wrappers may outlive the activation: torch has kept some as bound methods
+    os.register_at_fork(after_in_child=close)  # a data loader's workers have no trace
+    adapters = PluginManager(named=plugins).adapters()
+    for name in names:
+        try:
+            until.enter_context(adapters[name].activate(TracerNamer(naming, name)))
+        except KeyError:
+            naming.lowered[name] = ["not installed"]
+        except Exception as error:  # a plugin's fault must not reach the training
+            naming.lowered[name] = [f"left out: {type(error).__name__}: {error}"]
+    return naming

@@ -1,0 +1,186 @@
+"""What-if change of the number of data-parallel replicas: ranks are copied or left out, groups grow or shrink.
+
+It changes no weights; transfers of groups that grew come from a cluster profile (``transfers``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.errors import UsageError
+from prism_sdk.simulate.job import Lanes, Programs, SimJob
+from prismtrace import Op, ProcessGroup
+
+__all__ = ["DataParallel"]
+
+Int64Array = npt.NDArray[np.int64]
+_WORDS = ("data parallel", "data-parallel", "dp", "fsdp")
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The job with ``size`` replicas. Replica i of the new job does what replica i modulo the old number did.
+
+    Replicas are what is left when the data-parallel groups (``groups``, by name; without them those whose name or
+    description says so, else those of more than one rank whose members all do the same) and groups of all ranks are
+    taken away: they must be equal in structure. Ranks are numbered replica by replica. What a rank contributes to an
+    all-gather of such a group becomes smaller as the group grows: the whole stays the same (sharded parameters).
+    """
+
+    size: int
+    groups: frozenset[str] = frozenset()
+
+    def apply(self, job: SimJob) -> SimJob:
+        """Copy or drop replicas; raises UsageError where the job does not consist of equal replicas."""
+        if self.size < 1:
+            raise UsageError("a job has at least one replica")
+        wide = self._wide_groups(job)
+        parts = _components(job, wide)
+        num = len(parts)
+        if len({len(part) for part in parts}) != 1 or any(
+            job.program[part].tolist() != job.program[parts[0]].tolist() for part in parts
+        ):
+            names = sorted(_name(job, g) for g in wide)[:6]
+            raise UsageError(f"{job.source} does not fall into equal replicas without the groups {names}",
+                             hint="name the data-parallel groups: --dp-groups")  # fmt: skip
+        chosen = [parts[index % num] for index in range(self.size)]
+        old = np.concatenate(chosen)
+        lanes, groups = self._lanes(job, wide, chosen)
+        programs = _rescaled_gathers(job, wide, num / self.size)
+        note = f"{self.size} data-parallel replicas in place of {num}"
+        return replace(
+            job, world_size=len(old), ranks=np.arange(len(old), dtype=np.int64), lanes=lanes, groups=groups,
+            programs=programs, program=job.program[old], weight_base=job.weight_base[old],
+            origin_ns=job.origin_ns[old], stage=job.stage[old], memory_bytes=job.memory_bytes[old],
+            scale=job.scale[old], chained=_chained(job, lanes), slowdowns={}, notes=(*job.notes, note),
+        )  # fmt: skip
+
+    def _wide_groups(self, job: SimJob) -> frozenset[int]:
+        used = {int(g) for g in job.lanes.group_id}
+        everyone = {g for g in used if len(job.groups[g].ranks) == job.num_ranks}
+        if self.groups:
+            named = {g for g in used if job.groups[g].name in self.groups}
+            missing = self.groups - {job.groups[g].name for g in named}
+            if missing:
+                raise UsageError(f"{job.source} has no group {sorted(missing)[0]!r}", hint="`prism info` lists groups")
+            return frozenset(named | everyone)
+        words = {g: f"{job.groups[g].name} {job.groups[g].description}".lower() for g in used}
+        said = {
+            g for g, text in words.items() if any(w in text for w in ("data parallel", "data-parallel", "dp", "fsdp"))
+        }
+        if said - everyone:
+            return frozenset(said | everyone)
+        alike = set()
+        for g in used - everyone:
+            programs = {int(job.program[job.position(rank)]) for rank in job.groups[g].ranks}
+            if len(programs) == 1 and len(job.groups[g].ranks) > 1:
+                alike.add(g)
+        return frozenset(alike | everyone)
+
+    def _lanes(
+        self, job: SimJob, wide: frozenset[int], chosen: list[Int64Array]
+    ) -> tuple[Lanes, dict[int, ProcessGroup]]:
+        lanes = job.lanes
+        is_wide = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source < 0)
+        crossing = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source >= 0)
+        if crossing.any():
+            raise UsageError(
+                f"{job.source} sends messages between its replicas", hint="name the data-parallel groups: --dp-groups"
+            )
+        width = len(chosen[0])
+        ids: dict[tuple[int, int], int] = {}  # (old lane, replica or -1) -> new lane, in order of first use
+        used: list[list[int]] = []
+        for index, part in enumerate(chosen):
+            for position in part.tolist():
+                mine = lanes.lane[lanes.offsets[position] : lanes.offsets[position + 1]].tolist()
+                used.append([ids.setdefault((lane, -1 if is_wide[lane] else index), len(ids)) for lane in mine])
+        keys = sorted(ids, key=lambda key: (bool(lanes.source[key[0]] >= 0), ids[key]))  # collectives first
+        place = {ids[key]: new for new, key in enumerate(keys)}
+        old_lane = np.array([key[0] for key in keys], dtype=np.int64)
+        replica = np.array([key[1] for key in keys], dtype=np.int64)
+        lane = np.array([place[one] for mine in used for one in mine], dtype=np.int64)
+        num_members = np.bincount(lane, minlength=len(keys)).astype(np.int64)
+        num_events = lanes.num_events[old_lane]
+        first_event = np.cumsum(num_events) - num_events
+        # where a rank is in its replica gives its new number
+        inside = {int(job.ranks[p]): at for part in chosen for at, p in enumerate(part.tolist())}
+
+        def moved(ranks: Int64Array) -> Int64Array:
+            within = np.array([inside.get(int(r), -1) for r in ranks], dtype=np.int64)
+            return np.where(ranks >= 0, np.maximum(replica, 0) * width + within, -1)
+
+        groups: dict[int, ProcessGroup] = {}
+        group_of: dict[tuple[int, int], int] = {}
+        new_group = np.zeros(len(keys), dtype=np.uint64)
+        for new, (one, copy) in enumerate(keys):
+            key = (int(lanes.group_id[one]), copy)
+            if key not in group_of:
+                group_of[key] = len(group_of) + 1
+                group = job.groups[key[0]]
+                copies = range(len(chosen)) if copy < 0 else (copy,)
+                places = sorted({inside[r] for r in group.ranks if r in inside})
+                members = tuple(c * width + at for c in copies for at in places)
+                name = group.name if copy < 0 else f"{group.name}@{copy}"
+                groups[group_of[key]] = ProcessGroup(group_of[key], name, group.description, group.backend, members)
+            new_group[new] = group_of[key]
+        offsets = np.concatenate([[0], np.cumsum([len(mine) for mine in used])]).astype(np.int64)
+        return Lanes(
+            offsets=offsets, lane=lane, event=first_event[lane], group_id=new_group,
+            source=moved(lanes.source[old_lane]),
+            destination=moved(lanes.destination[old_lane]), tag=lanes.tag[old_lane], num_members=num_members,
+            num_events=num_events, first_event=first_event, first_seq=lanes.first_seq[old_lane],
+        ), groups  # fmt: skip
+
+
+def _name(job: SimJob, group_id: int) -> str:
+    return job.groups[group_id].name or hex(group_id)
+
+
+def _components(job: SimJob, wide: frozenset[int]) -> list[Int64Array]:
+    """Positions of ranks that are joined by other groups than the wide ones, smallest first."""
+    parent = list(range(job.num_ranks))
+
+    def find(at: int) -> int:
+        while parent[at] != at:
+            parent[at] = parent[parent[at]]
+            at = parent[at]
+        return at
+
+    first: dict[int, int] = {}
+    for position in range(job.num_ranks):
+        for lane in job.lanes.lane[job.lanes.offsets[position] : job.lanes.offsets[position + 1]].tolist():
+            if int(job.lanes.group_id[lane]) in wide and job.lanes.source[lane] < 0:
+                continue
+            other = first.setdefault(lane, position)
+            parent[find(position)] = find(other)
+    parts: dict[int, list[int]] = {}
+    for position in range(job.num_ranks):
+        parts.setdefault(find(position), []).append(position)
+    return [np.array(part, dtype=np.int64) for part in sorted(parts.values())]
+
+
+def _chained(job: SimJob, lanes: Lanes) -> npt.NDArray[np.uint8]:
+    # which operations of measured traces do not wait for the one before them is known for the old events only
+    return np.ones(max(lanes.num_collectives, 1), dtype=np.uint8)
+
+
+def _rescaled_gathers(job: SimJob, wide: frozenset[int], factor: float) -> Programs:
+    p = job.programs
+    num_bytes = p.num_bytes.copy()
+    done: set[int] = set()
+    for position in range(job.num_ranks):
+        program = int(job.program[position])
+        if program in done:
+            continue
+        done.add(program)
+        rows = p.rows(program)
+        lanes = job.lanes.lane[job.lanes.offsets[position] : job.lanes.offsets[position + 1]]
+        is_wide = np.array([int(job.lanes.group_id[lane]) in wide for lane in lanes] + [False], dtype=np.bool_)
+        gathers = (p.op[rows] == Op.ALL_GATHER) & is_wide[p.lane_of[rows]] & (num_bytes[rows] >= 0)
+        mine = num_bytes[rows]
+        mine[gathers] = np.round(mine[gathers] * factor).astype(np.int64)
+        num_bytes[rows] = mine
+    return replace(p, num_bytes=num_bytes)

@@ -1,0 +1,154 @@
+"""What-if changes of what ranks do: units removed, another number of microbatches, another schedule.
+
+They work on the columns of one rank before it is taken up (the argument ``change`` of ``load``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.errors import UsageError
+from prism_sdk.simulate.loading import RankColumns
+from prism_sdk.simulate.selection import Selection
+from prismtrace import ABSENT, ABSENT32, Op, Phase, UnitKind
+
+__all__ = ["Microbatches", "Remove", "combined"]
+
+Int64Array = npt.NDArray[np.int64]
+Schedule = Literal["1f1b", "gpipe"]
+
+
+def combined(changes: list[Callable[[int, RankColumns], RankColumns]]) -> Callable[[int, RankColumns], RankColumns]:
+    """All changes, one after the other."""
+
+    def change(rank: int, columns: RankColumns) -> RankColumns:
+        for one in changes:
+            columns = one(rank, columns)
+        return columns
+
+    return change
+
+
+def _take(columns: RankColumns, rows: Int64Array, awaits: Int64Array) -> RankColumns:
+    taken = {name: values[rows] for name, values in columns.items()}
+    taken["awaits"] = awaits
+    return taken
+
+
+@dataclass(frozen=True)
+class Remove:
+    """Leave out units: kind, phase and operation say which. With a communication unit go the waits for it."""
+
+    where: Selection
+    group_ids: frozenset[int] | None = None
+
+    def __call__(self, rank: int, columns: RankColumns) -> RankColumns:
+        """The columns without the units; all ranks must lose the same operations of a group."""
+        where, kind, op = self.where, columns["kind"], columns["op"]
+        gone = np.ones(len(kind), dtype=np.bool_)
+        if where.kinds is not None:
+            gone &= np.isin(kind, list(where.kinds))
+        if where.phases is not None:
+            gone &= np.isin(columns["phase"], list(where.phases))
+        if where.ops is not None:
+            own = np.where(kind == UnitKind.SEND, Op.SEND, np.where(kind == UnitKind.RECV, Op.RECV, op))
+            gone &= np.isin(own, list(where.ops))
+        if self.group_ids is not None:
+            gone &= np.isin(columns["group_id"].view(np.uint64), np.array(sorted(self.group_ids), dtype=np.uint64))
+        if where.ranks is not None or where.stages is not None or where.steps is not None:
+            raise UsageError(
+                f"{where.text!r}: units are removed on all ranks", hint="to slow or speed up some, use --scale"
+            )
+        is_wait = kind == UnitKind.WAIT
+        awaits = columns["awaits"]
+        waits = np.flatnonzero(is_wait & (awaits != ABSENT) & (awaits < len(kind)) & (awaits >= 0))
+        if where.kinds is None or UnitKind.WAIT not in where.kinds:
+            gone &= ~is_wait
+            gone[waits] = gone[awaits[waits]]
+        kept = np.flatnonzero(~gone)
+        place = np.cumsum(~gone) - 1
+        target = np.where((awaits[kept] >= 0) & (awaits[kept] < len(kind)), awaits[kept], 0)
+        return _take(columns, kept, np.where(awaits[kept] == ABSENT, ABSENT, place[target]))
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """Another number of microbatches, or another schedule, for a pipeline whose units name microbatch and stage.
+
+    Each step keeps what is before its first and behind its last microbatch. In between the forward and backward parts
+    of each microbatch are put into the order of the schedule; where there are more than the trace has, they are taken
+    again from the start.
+    """
+
+    num_stages: int
+    count: int | None = None
+    schedule: Schedule | None = None
+
+    def __call__(self, rank: int, columns: RankColumns) -> RankColumns:
+        """The columns in the new order, with sequence numbers and awaits renewed."""
+        step = np.maximum.accumulate(columns["step"]) if len(columns["step"]) else columns["step"]
+        bounds = [0, *(np.flatnonzero(step[1:] != step[:-1]) + 1).tolist(), len(step)]
+        order: list[int] = []
+        awaits: list[int] = []
+        latest: dict[int, int] = {}
+        for begin, end in itertools.pairwise(bounds):
+            for row in self._step(rank, columns, begin, end):
+                latest[row] = len(order)
+                awaited = int(columns["awaits"][row])
+                order.append(row)
+                awaits.append(ABSENT if awaited == ABSENT else latest.get(awaited, ABSENT))
+        taken = _take(columns, np.array(order, dtype=np.int64), np.array(awaits, dtype=np.int64))
+        taken["seq"] = _renumbered(taken)
+        return taken
+
+    def _step(self, rank: int, columns: RankColumns, begin: int, end: int) -> list[int]:
+        microbatch, phase = columns["microbatch"][begin:end], columns["phase"][begin:end]
+        named = np.flatnonzero(microbatch != ABSENT32)
+        if not len(named):
+            return list(range(begin, end))
+        first, last = int(named[0]), int(named[-1]) + 1
+        inner = np.flatnonzero(microbatch[first:last] == ABSENT32)
+        if len(inner):
+            unit = begin + first + int(inner[0])
+            raise UsageError(f"rank {rank} has units between its microbatches that name none (unit {unit})",
+                             hint="record the job with an adapter that names microbatches and stages")  # fmt: skip
+        parts: dict[tuple[int, int], list[int]] = {}
+        for row in range(first, last):
+            way = int(Phase.BACKWARD if phase[row] == Phase.BACKWARD else Phase.FORWARD)
+            parts.setdefault((way, int(microbatch[row])), []).append(begin + row)
+        old = sorted({number for _, number in parts})
+        stage = columns["stage"][begin:end][named]
+        if len(np.unique(stage)) != 1:
+            raise UsageError(f"rank {rank} has units of several stages: interleaved schedules cannot be changed yet")
+        count = self.count or len(old)
+        warmup = count if self.schedule == "gpipe" else min(self.num_stages - int(stage[0]) - 1, count)
+        sequence = [(int(Phase.FORWARD), m) for m in range(warmup)]
+        for m in range(warmup, count):
+            sequence += [(int(Phase.FORWARD), m), (int(Phase.BACKWARD), m - warmup)]
+        sequence += [(int(Phase.BACKWARD), m) for m in range(count - warmup, count)]
+        rows = list(range(begin, begin + first))
+        for way, m in sequence:
+            rows += parts.get((way, old[m % len(old)]), [])
+        return [*rows, *range(begin + last, end)]
+
+
+def _renumbered(columns: RankColumns) -> Int64Array:
+    """Sequence numbers counted anew from 0 in each lane."""
+    kind = columns["kind"]
+    rows = np.flatnonzero((kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV))
+    is_message = kind[rows] != UnitKind.COLLECTIVE
+    peer, tag = (np.where(is_message, columns[name][rows], 0) for name in ("peer", "tag"))
+    keys = np.stack([kind[rows].astype(np.int64), columns["group_id"][rows], peer, tag])
+    order = np.lexsort((rows, *keys))
+    changed = np.ones(len(rows), dtype=np.bool_)
+    changed[1:] = (keys[:, order][:, 1:] != keys[:, order][:, :-1]).any(axis=0)
+    starts = np.maximum.accumulate(np.where(changed, np.arange(len(rows)), 0))
+    seq = np.full(len(kind), ABSENT, dtype=np.int64)
+    seq[rows[order]] = np.arange(len(rows)) - starts
+    return seq

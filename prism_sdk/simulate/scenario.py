@@ -1,0 +1,212 @@
+"""A what-if scenario: changes in words, as the command line takes them, and the job that comes of them.
+
+It prints nothing; each change is made elsewhere (``changes``, ``restructure``, ``replicas``, ``transfers``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from prism_sdk.cluster.profile import Cluster, load_cluster
+from prism_sdk.errors import UsageError
+from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
+from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.loading import RankColumns, load
+from prism_sdk.simulate.replicas import DataParallel
+from prism_sdk.simulate.restructure import Microbatches, Remove, combined
+from prism_sdk.simulate.selection import Selection
+from prism_sdk.simulate.simulation import Timeline, simulate
+from prism_sdk.simulate.transfers import with_cluster
+from prismtrace import TraceReader
+
+__all__ = ["Scenario", "parse_slow", "parse_straggle", "with_links"]
+
+_UNITS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What is changed. Texts are those of the options of ``prism simulate``; an empty scenario changes nothing."""
+
+    slow: tuple[str, ...] = ()
+    scale: tuple[str, ...] = ()
+    remove: tuple[str, ...] = ()
+    straggle: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
+    link: tuple[str, ...] = ()
+    no_gaps: bool = False
+    moe_skew: float | None = None
+    moe_seed: int = 0
+    microbatches: int | None = None
+    schedule: Literal["1f1b", "gpipe"] | None = None
+    dp: int | None = None
+    dp_groups: tuple[str, ...] = ()
+    cluster: str | None = None
+    transfers: Literal["all", "missing"] = "all"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is changed beside where transfers come from."""
+        return self == Scenario(cluster=self.cluster, transfers=self.transfers)
+
+    @property
+    def is_structural(self) -> bool:
+        """Whether ranks or units differ from those of the trace."""
+        return bool(self.remove) or any(value is not None for value in (self.microbatches, self.schedule, self.dp))
+
+    def job(self, source: str | os.PathLike[str], *, steps: range | None = None) -> SimJob:
+        """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
+        has_cluster = self.cluster is not None
+        plain = self.is_empty and not has_cluster
+        change = self._restructure(source, steps)
+        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        if self.dp is not None:
+            job = DataParallel(self.dp, frozenset(self.dp_groups)).apply(job)
+        job = self._transfers(job)
+        if self.no_gaps:
+            job = replace(job, side=np.zeros_like(job.side))
+        for text in self.equal:
+            where, _, but = text.partition(":but:")
+            job = Equal(Selection.parse(where), Selection.parse(but) if but else None).apply(job)
+        for text in self.scale:
+            where, factor = _factor(text)
+            job = Scale(Selection.parse(where), factor).apply(job)
+        for text in self.slow:
+            job = parse_slow(text).apply(job)
+        for text in self.straggle:
+            job = parse_straggle(text).apply(job)
+        if self.moe_skew is not None:
+            if self.moe_skew < 1:
+                raise UsageError(f"a skew of {self.moe_skew:g} is below 1, the mean")
+            job = ExpertSkew(self.moe_skew, self.moe_seed).apply(job)
+        return job
+
+    def run(self, source: str | os.PathLike[str], *, steps: range | None = None) -> Timeline:
+        """The timeline of the changed job."""
+        return simulate(self.job(source, steps=steps))
+
+    def _restructure(
+        self, source: str | os.PathLike[str], steps: range | None
+    ) -> Callable[[int, RankColumns], RankColumns] | None:
+        found: list[Callable[[int, RankColumns], RankColumns]] = []
+        for text in self.remove:
+            where = Selection.parse(text)
+            group_ids = None
+            if where.groups is not None:
+                with TraceReader(os.fspath(source)) as reader:
+                    group_ids = frozenset(g for g, group in reader.groups.items() if group.name in where.groups)
+            found.append(Remove(where, group_ids))
+        if self.microbatches is not None or self.schedule is not None:
+            stages = int(load(source, steps=steps, with_sizes=False, transfers_needed=False).stage.max())
+            if stages < 0:
+                raise UsageError("the trace names no stages: its schedule is not known",
+                                 hint="record the job with an adapter that names microbatches and stages")  # fmt: skip
+            found.append(Microbatches(stages + 1, self.microbatches, self.schedule))
+        return combined(found) if found else None
+
+    def _transfers(self, job: SimJob) -> SimJob:
+        if self.cluster is None:
+            if self.link:
+                raise UsageError("--link changes a cluster profile: give one with --cluster")
+            return job
+        cluster = load_cluster(self.cluster)
+        job = with_cluster(job, cluster, which=self.transfers)
+        if self.link:
+            # measured tables know nothing of other links: times change as the model says
+            bare = replace(cluster, tables=())
+            job = with_cluster(job, with_links(bare, self.link), relative_to=bare)
+        return job
+
+
+def with_links(cluster: Cluster, links: tuple[str, ...]) -> Cluster:
+    """The profile with changed links: ``network.bandwidth_gb_per_s=25`` or ``network.nics_per_node=x0.5``."""
+    for text in links:
+        key, equals, value = text.partition("=")
+        section, _, name = key.partition(".")
+        parts: dict[str, Any] = {"network": cluster.network, "nvlink": cluster.nvlink}
+        item = parts.get(section)
+        if not equals or item is None or not isinstance(getattr(item, name, None), int | float):
+            raise UsageError(
+                f"--link {text!r} is not network.KEY=VALUE or nvlink.KEY=VALUE", hint="docs/cluster.md has the keys"
+            )
+        try:
+            number = float(value.removeprefix("x"))
+        except ValueError:
+            raise UsageError(f"--link {text!r}: {value!r} is not a number, or x and a factor") from None
+        old = getattr(item, name)
+        new = old * number if value.startswith("x") else number
+        if not new > 0 or not math.isfinite(new):
+            raise UsageError(f"--link {text!r} gives {new:g}: it must be above 0")
+        value_of: Any = int(new) if isinstance(old, int) else new
+        changed: Any = {section: replace(item, **{name: value_of})}
+        cluster = replace(cluster, **changed)
+    return cluster
+
+
+def _factor(text: str) -> tuple[str, float]:
+    where, colon, factor = text.rpartition(":")
+    try:
+        number = float(factor)
+    except ValueError:
+        number = -1.0
+    if not colon or not number >= 0 or not math.isfinite(number):
+        raise UsageError(f"{text!r} is not WHERE:FACTOR", hint="for instance rank=17:1.3 or op=all_reduce:0.5")
+    return where, number
+
+
+def _time(text: str, whole: str) -> int:
+    for unit in ("ns", "us", "ms", "s"):
+        number = text.removesuffix(unit)
+        if number != text:
+            try:
+                return round(float(number) * _UNITS[unit])
+            except ValueError:
+                break
+    raise UsageError(f"{text!r} in {whole!r} is not a time", hint="write 1.5s, 200ms, 10us or 5ns")
+
+
+def parse_slow(text: str) -> Slow | Throttle:
+    """``WHERE:FACTOR``, or ``WHERE:FACTOR@FROM-TO`` in simulated time (``rank=3:1.4@2s-5s``; TO may be left out)."""
+    body, at, window = text.partition("@")
+    where, factor = _factor(body)
+    selection = Selection.parse(where)
+    if factor == 0:
+        raise UsageError(f"{text!r}: computing cannot take no time; use --scale")
+    if not at:
+        return Slow(selection, factor)
+    if not selection.is_of_ranks_only:
+        raise UsageError(f"{text!r}: a window of time is for whole ranks or stages")
+    begin, dash, end = window.partition("-")
+    to_ns = _time(end, text) if dash and end else None
+    from_ns = _time(begin, text)
+    if to_ns is not None and to_ns <= from_ns:
+        raise UsageError(f"{text!r}: the window ends before it begins")
+    return Throttle(selection, factor, from_ns, to_ns)
+
+
+def parse_straggle(text: str) -> Straggle:
+    """``DISTRIBUTION:SPREAD[:seed=N][:per=unit][:WHERE]``."""
+    parts = text.split(":")
+    if len(parts) < 2 or parts[0] not in get_args(Distribution):
+        known = ", ".join(get_args(Distribution))
+        raise UsageError(f"{text!r} is not DISTRIBUTION:SPREAD", hint=f"there are {known}")
+    try:
+        spread = float(parts[1])
+        seed = next((int(part.removeprefix("seed=")) for part in parts[2:] if part.startswith("seed=")), 0)
+    except ValueError:
+        raise UsageError(f"{text!r}: spread and seed are numbers") from None
+    if not spread >= 0 or not math.isfinite(spread) or seed < 0:
+        raise UsageError(f"{text!r}: spread and seed are 0 or more")
+    per = next((part.removeprefix("per=") for part in parts[2:] if part.startswith("per=")), "rank")
+    if per not in ("rank", "unit"):
+        raise UsageError(f"{text!r}: per is rank or unit")
+    where = [part for part in parts[2:] if not part.startswith(("seed=", "per="))]
+    selection = Selection.parse(where[0]) if where else Selection("all")
+    distribution: Distribution = parts[0]  # type: ignore[assignment]
+    return Straggle(distribution, spread, seed, selection, "unit" if per == "unit" else "rank")

@@ -1,0 +1,9 @@
+"""Makes the helper of these tests importable; it holds no tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))

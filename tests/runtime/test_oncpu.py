@@ -1,0 +1,38 @@
+"""`--device cpu`: a script written for GPUs runs on CPUs, with the losses of the script that says cpu."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import prismtrace
+from prism_sdk.testing import Launches, losses
+
+torch = pytest.importorskip("torch")
+
+JOB = Path(__file__).parent / "cuda_job.py"
+ON_CPU = ("--device", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_script_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
+    launches = Launches(tmp_path)
+    plain = launches.record(JOB, ["cpu"], num_ranks=2)
+    done = launches.record(JOB, ["cuda"], num_ranks=2, options=ON_CPU)
+    assert losses(done.out) == losses(plain.out) and len(losses(done.out)) == 2
+    with prismtrace.TraceReader(done.trace) as reader, prismtrace.TraceReader(plain.trace) as other:
+        assert reader.metadata["job.device"] == "cpu"
+        assert "job.device" not in {key for key, value in other.metadata.items() if value}
+        ops, others = (table.units(1).op.tolist() for table in (reader, other))
+    talks = [[op for op in found if op] for found in (ops, others)]
+    assert talks[0][:-1] == talks[1]  # the one more is its barrier
+    graph = launches.calibrate(done.trace, JOB, ["cuda"]).trace  # the graph remembers the device
+    assert losses(launches.emulate(graph, JOB, ["cuda"]).out) == losses(plain.out)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_it_the_script_says_what_is_missing(tmp_path: Path) -> None:
+    done = Launches(tmp_path).run("record", JOB, ["cuda"], options=["--nproc-per-node", "2"])
+    assert done.code == 1 and "cuda" in done.err.lower()

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prism_sdk.graph.errors import GraphDeadlockError, GraphError, MissingTimingError, UnmatchedUnitError
+from prism_sdk.graph.timing import schedule
+from prism_sdk.simulate import compiling
+from prism_sdk.simulate.loading import load
+from prism_sdk.simulate.simulation import Timeline, simulate
+from prismtrace import GraphKind, Op
+from tests.graph.jobs import Program, random_program
+from tests.simulate.reference import reference, write
+
+
+def _timeline(program: Program, *, kind: GraphKind = GraphKind.CALIBRATED) -> Timeline:
+    with tempfile.TemporaryDirectory() as folder:
+        return simulate(load(write(Path(folder) / "job.prism", program.rows, program.groups, kind=kind)))
+
+
+def _rows(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
+    found = {}
+    for position, rank in enumerate(timeline.job.ranks.tolist()):
+        times = timeline.times(position)
+        for index, pair in enumerate(zip(times.start_ns.tolist(), times.end_ns.tolist(), strict=True)):
+            found[rank, index] = pair
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_every_unit_is_where_the_slow_scheduler_has_it(seed: int) -> None:
+    program = random_program(seed)
+    assert _rows(_timeline(program)) == reference(program.rows, program.groups)
+
+
+@pytest.mark.skipif(not compiling.has_compiler(), reason="numba is not installed")
+def test_compiled_and_plain_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [_rows(_timeline(random_program(seed))) for seed in range(25)]
+    monkeypatch.setattr(compiling, "PLAIN_UNITS", 0)
+    assert [_rows(_timeline(random_program(seed))) for seed in range(25)] == plain
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_the_timeline_of_calibration_agrees(seed: int) -> None:
+    program = random_program(seed)
+    graph = program.graph()
+    other = schedule(graph)
+    timeline = _timeline(program)
+    for position, rank in enumerate(graph.ranks):
+        rows = graph.rows(rank)
+        np.testing.assert_array_equal(timeline.times(position).start_ns, other.start_ns[rows])
+        np.testing.assert_array_equal(timeline.times(position).end_ns, other.end_ns[rows])
+        _, times, _ = timeline.steps(position)
+        np.testing.assert_array_equal(times, other.step_times_ns(rank)[1])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 2**32))
+@example(97954)  # a step that begins with communication
+def test_what_was_observed_comes_out_again(seed: int) -> None:
+    """The times of any possible run, taken as measured, are reproduced to the nanosecond."""
+    program = random_program(seed)
+    expected = reference(program.rows, program.groups)
+    seen = Program(program.world_size, {g: tuple(group.ranks) for g, group in program.groups.items()})
+    for rank, rows in program.rows.items():
+        for index, row in enumerate(rows):
+            start, end = expected[rank, index]
+            kept = {n: v for n, v in row.items() if n not in ("gap_ns", "transfer_ns", "start_ns", "end_ns")}
+            seen.rows[rank].append({**kept, "start_ns": start + 7, "end_ns": end + 7})
+    timeline = _timeline(seen, kind=GraphKind.OBSERVED)
+    first = min(start for start, _ in expected.values())
+    assert _rows(timeline) == {place: (s - first, e - first) for place, (s, e) in expected.items()}
+    if timeline.job.recorded_step_ns is not None:
+        assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns)
+
+
+def test_members_that_left_early_wait_for_nobody() -> None:
+    program = Program(2, {1: (0, 1)})
+    for rank, (start, end) in enumerate([(100, 130), (900, 950)]):
+        program.rows[rank] = [
+            {"kind": 1, "step": 0, "start_ns": 0, "end_ns": start},
+            {"kind": 2, "step": 0, "group_id": 1, "seq": 0, "op": int(Op.BROADCAST), "start_ns": start, "end_ns": end},
+            {"kind": 5, "step": 0, "awaits": 1, "start_ns": start, "end_ns": end + 5},
+        ]
+    timeline = _timeline(program, kind=GraphKind.OBSERVED)
+    assert timeline.job.num_detached == 1
+    assert timeline.times(0).end_ns.tolist() == [100, 130, 135]
+    assert timeline.times(1).end_ns.tolist() == [900, 950, 955]
+    assert "wait for nobody" in timeline.job.notes[0]
+
+
+def test_roles_are_kept_once() -> None:
+    program = Program(6, {g: (2 * g - 2, 2 * g - 1) for g in (1, 2, 3)})
+    for rank in range(6):
+        program.compute(rank, 10 * (1 + rank % 2))
+    for group in (1, 2, 3):
+        for rank, unit in program.collective(group, lambda _: 4).items():
+            program.wait(rank, unit)
+    job = _timeline(program).job
+    assert len(job.programs) == 1 and len(job) == 18 and len(job.main) == 6
+
+
+def _crossed() -> Program:
+    program = Program(2, {1: (0, 1), 2: (0, 1)})
+    for rank in (0, 1):
+        for group in (1, 2) if rank == 0 else (2, 1):
+            program.rows[rank] += [
+                {"kind": 2, "step": 0, "group_id": group, "seq": 0, "op": 1, "transfer_ns": 1},
+                {"kind": 5, "step": 0, "awaits": len(program.rows[rank])},
+            ]
+    return program
+
+
+def test_crossed_groups_are_a_named_deadlock() -> None:
+    with pytest.raises(GraphDeadlockError, match=r"rank 0 unit 1: waits for all_reduce number 0 in group g1"):
+        _timeline(_crossed())
+
+
+def _fault(change: Any) -> Program:
+    program = random_program(11)
+    change(program)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda p: p.rows[0].append({"kind": 2, "step": 0, "group_id": 1, "seq": 99, "op": 1, "transfer_ns": 0}),
+         UnmatchedUnitError, "seq 99"),
+        (lambda p: p.rows[0].append({"kind": 5, "step": 0, "awaits": 10**6}), GraphError, "waits for unit"),
+        (lambda p: p.rows[0].append({"kind": 2, "step": 0, "group_id": 77, "seq": 0, "op": 1, "transfer_ns": 0}),
+         GraphError, "trace lacks"),
+        (lambda p: p.rows[0].append({"kind": 1, "step": 0}), MissingTimingError, "lacks its start or end"),
+        (lambda p: p.rows[0].append({"kind": 3, "step": 0, "group_id": 1, "peer": 1, "tag": 9, "seq": 0,
+                                     "transfer_ns": 0}), UnmatchedUnitError, "no partner"),
+        (lambda p: p.rows[0].append({"kind": 2, "step": 0, "group_id": 1, "op": 1, "transfer_ns": 0}),
+         GraphError, "seq"),
+    ],
+)  # fmt: skip
+def test_faults_are_named(change: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        _timeline(_fault(change))
+
+
+def test_a_bare_graph_has_no_times(tmp_path: Path) -> None:
+    path = write(tmp_path / "bare.prism", random_program(3).rows, random_program(3).groups, kind=GraphKind.BARE)
+    with pytest.raises(MissingTimingError, match="calibrate it first"):
+        load(path)
+
+
+def test_a_rank_alone_is_never_kept_waiting(tmp_path: Path) -> None:
+    program = Program(2, {1: (0, 1)})
+    program.compute(0, 10)
+    program.compute(1, 500)
+    for rank, unit in program.collective(1, lambda _: 3).items():
+        program.wait(rank, unit)
+    path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
+    assert simulate(load(path, ranks=[0])).length_ns == 13
+    assert simulate(load(path)).length_ns == 503

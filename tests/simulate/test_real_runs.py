@@ -1,0 +1,37 @@
+"""Traces of real runs over gloo, simulated with nothing changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from prism_sdk.cli.main import run
+from prism_sdk.simulate import load, simulate
+from prismtrace import TraceReader
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "options"),
+    [
+        ("train_ddp.py", 2, ["--steps", "4", "--width", "64", "--layers", "3"]),
+        ("train_pipeline_1f1b.py", 4, ["--steps", "3"]),
+    ],
+)
+def test_a_real_run_gives_its_own_step_time_again(tmp_path: Path, script: str, ranks: int, options: list[str]) -> None:
+    path = tmp_path / "real.prism"
+    assert (
+        run(["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]) == 0
+    )
+    timeline = simulate(load(path))
+    assert timeline.job.recorded_step_ns is not None
+    assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns, rel=0.001)
+    with TraceReader(path) as reader:
+        for position, rank in enumerate(reader.ranks):
+            ends = dict(zip(*(c.tolist() for c in (reader.steps(rank).step, reader.steps(rank).end_ns)), strict=True))
+            steps, times, _ = timeline.steps(position)
+            for step, time in zip(steps.tolist(), times.tolist(), strict=True):
+                if step in ends and step - 1 in ends:
+                    assert time == pytest.approx(ends[step] - ends[step - 1], rel=0.001)

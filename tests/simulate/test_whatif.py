@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prism_sdk.cli.main import run
+from prism_sdk.cli.whatif import expand_variants
+from prism_sdk.errors import UsageError
+from prism_sdk.simulate import Scenario, Timeline, load, simulate, summarise
+from prism_sdk.simulate.changes import ExpertSkew
+from prismtrace import GraphKind, Op, UnitKind
+from tests.graph.jobs import Program, random_program
+from tests.simulate.pipelines import BACKWARD_NS, FORWARD_NS, pipeline
+from tests.simulate.reference import reference, write
+
+
+def _job(folder: Path, seed: int) -> tuple[Program, Path]:
+    program = random_program(seed)
+    return program, write(folder / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
+
+
+def _rows(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
+    return {
+        (rank, index): pair
+        for position, rank in enumerate(timeline.job.ranks.tolist())
+        for index, pair in enumerate(zip(timeline.times(position).start_ns.tolist(),
+                                         timeline.times(position).end_ns.tolist(), strict=True))
+    }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([0.5, 1.3, 2.0]))
+def test_a_slow_rank_is_as_the_slow_scheduler_has_it(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, factor: float
+) -> None:
+    program, path = _job(tmp_path_factory.mktemp("job"), seed)
+
+    def compute(rank: int, _index: int, _start: int, work: int) -> int:
+        return int(work * factor + 0.5) if rank == 0 else work
+
+    assert _rows(Scenario(slow=(f"rank=0:{factor}",)).run(path)) == reference(
+        program.rows, program.groups, compute=compute
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.integers(0, 500), st.integers(1, 800))
+def test_throttling_over_time(tmp_path_factory: pytest.TempPathFactory, seed: int, begin: int, length: int) -> None:
+    program, path = _job(tmp_path_factory.mktemp("job"), seed)
+
+    def compute(rank: int, _index: int, start: int, work: int) -> int:
+        """A unit of work needs 2 ns inside the window and 1 ns outside: an integral in half steps."""
+        at, left = 2 * start, 2 * work  # in half nanoseconds
+        while left > 0 and rank == 0:
+            slow = 2 * begin <= at < 2 * (begin + length)
+            left -= 1 if slow else 2
+            at += 2
+        return work if rank else (at + (left < 0)) // 2 - start
+
+    got = _rows(Scenario(slow=(f"rank=0:2@{begin}ns-{begin + length}ns",)).run(path))
+    want = reference(program.rows, program.groups, compute=compute)
+    # odd ends inside the window round, at most 1 ns a unit
+    num = sum(row["kind"] == 1 for row in program.rows[0])
+    assert all(abs(got[place][1] - want[place][1]) <= num for place in want)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32))
+def test_removed_collectives_are_as_if_never_called(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    program, path = _job(tmp_path_factory.mktemp("job"), seed)
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for rank, mine in program.rows.items():
+        kept: list[dict[str, Any]] = []
+        place: dict[int, int] = {}
+        for index, row in enumerate(mine):
+            target = row.get("awaits", -1)
+            if row["kind"] == UnitKind.COLLECTIVE or (target >= 0 and mine[target]["kind"] == UnitKind.COLLECTIVE):
+                continue
+            place[index] = len(kept)
+            kept.append({**row, "awaits": place[target]} if target >= 0 else row)
+        rows[rank] = kept
+    assert _rows(Scenario(remove=("kind=collective",)).run(path)) == reference(rows, program.groups)
+
+
+def test_scaling_a_kind_scales_it_and_nothing_else(tmp_path: Path) -> None:
+    path = pipeline(tmp_path / "job.prism", stages=1, replicas=2, microbatches=2)
+    before = simulate(load(path)).step_time_ns
+    assert Scenario(scale=("op=all_reduce:0",)).run(path).step_time_ns == before - 120
+    assert Scenario(scale=("phase=backward&kind=compute:2",)).run(path).step_time_ns == before + 2 * BACKWARD_NS + 1
+    assert (
+        Scenario(scale=("phase=backward&kind=compute&step=1:2",)).run(path).step_time_ns == before + BACKWARD_NS + 0.5
+    )
+    assert Scenario(slow=("stage=0&phase=forward:1.5",)).run(path).step_time_ns == before + FORWARD_NS + 1
+    with pytest.raises(UsageError, match=r"no unit of .* is op=all_to_all"):
+        Scenario(scale=("op=all_to_all:2",)).run(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_another_schedule_or_number_of_microbatches_is_as_if_recorded(
+    tmp_path: Path, schedule: Any, microbatches: int
+) -> None:
+    recorded = pipeline(tmp_path / "a.prism", microbatches=4)
+    changed = Scenario(microbatches=microbatches, schedule=schedule).run(recorded)
+    # microbatches beyond those recorded are taken again from the start: write the job with costs that repeat
+    expected = simulate(load(pipeline(tmp_path / "b.prism", microbatches=microbatches, schedule=schedule)))
+    extra = sum(m - m % 4 for m in range(microbatches))
+    assert len(changed.job) == len(expected.job)
+    assert changed.step_time_ns == pytest.approx(expected.step_time_ns, abs=3 * extra)
+    if microbatches <= 4:
+        assert _rows(changed) == _rows(expected)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 8])
+def test_another_data_parallel_size_is_as_if_recorded(tmp_path: Path, replicas: int) -> None:
+    changed = Scenario(dp=replicas).run(pipeline(tmp_path / "a.prism", replicas=2))
+    expected = simulate(load(pipeline(tmp_path / "b.prism", replicas=replicas)))
+    assert _rows(changed) == _rows(expected)
+    sizes = {name: len(group.ranks) for group in changed.job.groups.values() for name in [group.name.split("@")[0]]}
+    assert sizes["dp0"] == replicas
+
+
+def test_a_changed_job_can_be_written_and_read(tmp_path: Path) -> None:
+    path = pipeline(tmp_path / "job.prism")
+    out = tmp_path / "out.prism"
+    assert run(["simulate", str(path), "--dp", "3", "--schedule", "gpipe", "--slow", "rank=4:1.2", "-o", str(out)]) == 0
+    direct = Scenario(dp=3, schedule="gpipe", slow=("rank=4:1.2",)).run(path)
+    assert run(["validate", str(out)]) == 0
+    again = simulate(load(out))
+    np.testing.assert_array_equal(np.sort(again.end_ns), np.sort(direct.end_ns))
+
+
+def test_random_stragglers_repeat_by_seed(tmp_path: Path) -> None:
+    path = pipeline(tmp_path / "job.prism")
+    base = simulate(load(path)).step_time_ns
+    for per in ("rank", "unit"):
+        runs = [Scenario(straggle=(f"lognormal:0.2:seed={seed}:per={per}",)).run(path) for seed in (1, 1, 2)]
+        assert runs[0].step_time_ns == runs[1].step_time_ns != runs[2].step_time_ns
+    for distribution in ("pareto", "uniform"):
+        assert Scenario(straggle=(f"{distribution}:0.5",)).run(path).step_time_ns > base
+    assert Scenario(straggle=("normal:0.0",)).run(path).step_time_ns == base
+
+
+def test_without_stragglers_all_units_of_a_kind_take_equally_long(tmp_path: Path) -> None:
+    path = pipeline(tmp_path / "job.prism", stages=1, replicas=4, microbatches=2)
+    slow = Scenario(slow=("rank=2&phase=forward:3",))
+    ideal = Scenario(slow=slow.slow, equal=("all",))
+    # equal comes first in a scenario: what is slow afterwards stays slow
+    assert ideal.run(path).step_time_ns == pytest.approx(slow.run(path).step_time_ns, abs=8)
+    assert run(["simulate", str(path), "--slow", "rank=2&phase=forward:3", "-o", str(tmp_path / "slow.prism")]) == 0
+    equal = Scenario(equal=("all",)).run(tmp_path / "slow.prism")
+    mean = FORWARD_NS + 0.5 + (3 - 1) * (FORWARD_NS + 0.5) / 4
+    assert equal.step_time_ns == pytest.approx(slow.run(path).step_time_ns - 2 * (3 * (FORWARD_NS + 0.5) - mean), abs=4)
+    but = Scenario(equal=("all:but:rank=2",)).run(tmp_path / "slow.prism")
+    assert but.step_time_ns == pytest.approx(slow.run(path).step_time_ns, abs=4)
+
+
+@given(st.integers(0, 99), st.integers(2, 64), st.floats(1.0, 1.9))
+def test_loads_of_experts_have_mean_one_and_the_largest_asked_for(seed: int, size: int, skew: float) -> None:
+    loads = ExpertSkew(skew, seed).loads(7, size)
+    assert loads.max() == pytest.approx(skew) and loads.mean() == pytest.approx(1.0) and loads.min() >= 0
+
+
+def test_skewed_experts(tmp_path: Path) -> None:
+    program = Program(4, {1: (0, 1, 2, 3)})
+    for step in range(2):
+        program.step = step
+        for work, exchanges in ((100, True), (1000, True), (100, False)):
+            for rank in range(4):
+                program.compute(rank, work)
+            for rank, unit in program.collective(1, lambda _: 10, op=Op.ALL_TO_ALL).items() if exchanges else ():
+                program.wait(rank, unit)
+    path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
+    assert simulate(load(path)).step_time_ns == 1220
+    timeline = Scenario(moe_skew=1.5).run(path)
+    # the busiest rank computes 1,500 ns, both exchanges take 15
+    assert timeline.step_time_ns == pytest.approx(100 + 15 + 1500 + 15 + 100, abs=2)
+    assert summarise(timeline).stragglers[0].rank == int(np.argmax(ExpertSkew(1.5).loads(1, 4)))
+    with pytest.raises(UsageError, match="no all-to-all"):
+        Scenario(moe_skew=2).run(pipeline(tmp_path / "other.prism"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--slow", "rank=0"], "is not WHERE:FACTOR"),
+        (["--slow", "rang=0:2"], "keys are rank"),
+        (["--slow", "rank=99:2"], "no rank of"),
+        (["--slow", "rank=0:2@1parsec"], "is not a time"),
+        (["--slow", "phase=forward:2@1s-2s"], "for whole ranks"),
+        (["--scale", "op=allreduce:2"], "'allreduce' .* is unknown"),
+        (["--straggle", "cauchy:1"], "there are lognormal"),
+        (["--link", "network.bandwidth_gb_per_s=1"], "give one with --cluster"),
+        (["--cluster", "h100-sxm", "--link", "network.speed=1"], "is not network.KEY=VALUE"),
+        (["--remove", "rank=0"], "removed on all ranks"),
+        (["--dp", "2", "--dp-groups", "nobody"], "has no group 'nobody'"),
+    ],
+)
+def test_what_cannot_be_understood_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
+) -> None:
+    path = pipeline(tmp_path / "job.prism")
+    assert run(["simulate", str(path), *options]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_links(tmp_path: Path) -> None:
+    path = pipeline(tmp_path / "job.prism", stages=1, replicas=16)
+    full = Scenario(cluster="a100-sxm").run(path)
+    half = Scenario(cluster="a100-sxm", link=("network.bandwidth_gb_per_s=x0.5", "nvlink.bandwidth_gb_per_s=x0.5")).run(
+        path
+    )
+    assert half.step_time_ns > full.step_time_ns
+
+
+def test_a_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = pipeline(tmp_path / "job.prism")
+    assert run(["sweep", str(path), "--variant", "--slow rank=0:{1.1,1.5}", "--variant", "big=--dp 4", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert [row["variant"] for row in table] == ["as it is", "slow rank=0:1.1", "slow rank=0:1.5", "big"]
+    times = [row["report"]["step_time_ns"] for row in table]
+    assert times[0] < times[1] < times[2] and times[3] == times[0]
+    assert run(["sweep", str(path), "--variant", "--slow rank=0:1.1"]) == 0
+    assert "slow rank=0:1.1" in capsys.readouterr().out
+    assert run(["sweep", str(path), "--variant", "--fast"]) == 2
+    assert run(["sweep", str(path)]) == 2
+    assert len(expand_variants(("x=--dp {1,2} --slow rank={0,1}:2",))) == 4
+
+
+_SCRIPT = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, slow = dist.get_rank(), float(sys.argv[1])
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    time.sleep(0.06 * (slow if rank == 1 else 1.0))
+    model(torch.ones(2, 4)).sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_slow_rank_agrees_with_a_real_run(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    for name, slow in (("plain", "1.0"), ("slow", "1.8")):
+        out = str(tmp_path / f"{name}.prism")
+        assert run(["observe", "--nproc-per-node", "2", "-o", out, "--", str(tmp_path / "train.py"), slow]) == 0
+    real = simulate(load(tmp_path / "slow.prism")).step_time_ns
+    predicted = Scenario(slow=("rank=1:1.8",)).run(tmp_path / "plain.prism").step_time_ns
+    unchanged = simulate(load(tmp_path / "plain.prism")).step_time_ns
+    assert predicted == pytest.approx(real, rel=0.1) and predicted > 1.4 * unchanged

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,34 @@ MAX_META_BYTES_SCANNED = 1 << 26
 MAX_RANK_CHUNKS = 1 << 24
 MAX_REPEATED = 1 << 20
 _NO_CHUNKS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Chunks sorted by table, rank, role and first row; run `i` of equal ones is `place[starts[i]:starts[i + 1]]`.
+
+    Arrays and not a dictionary: a small index may name a million ranks.
+    """
+
+    table: NDArray[Any]
+    rank: NDArray[np.int64]
+    role: NDArray[Any]
+    starts: NDArray[np.int64]
+    place: NDArray[np.int64]
+
+    def chunks_of(self, table: int, rank: int, role: int) -> NDArray[np.int64]:
+        """Positions of the chunks in the index, in row order."""
+        low, high = 0, len(self.rank)
+        for column, value in ((self.table, table), (self.rank, rank), (self.role, role)):
+            limits = np.iinfo(column.dtype)
+            if not limits.min <= value <= limits.max:
+                return _NO_CHUNKS
+            part = column[low:high]
+            exact = column.dtype.type(value)  # else numpy compares as floats
+            low, high = low + int(part.searchsorted(exact)), low + int(part.searchsorted(exact, "right"))
+            if low == high:
+                return _NO_CHUNKS
+        return self.place[self.starts[low] : self.starts[low + 1]]
 
 
 @dataclass(frozen=True)
@@ -86,39 +115,37 @@ class Index:
         return self.ranges[first : first + int(entry["num_ranges"])]
 
     @cached_property
-    def places(self) -> dict[tuple[int, int, int], NDArray[np.int64]]:
-        """Table, rank and role (0 unless the rank is ROLE_RANK) -> positions of the chunks, in row order."""
-        if not len(self.chunk_entries):
-            return {}
+    def _runs(self) -> _Runs:
         place, rank = self._by_rank
         entries = self.chunk_entries
         table, role = entries["table"][place], np.where(rank == ROLE_RANK, entries["role"][place], np.uint64(0))
         first = entries["first_row"][place]
         order = np.lexsort((first, role, rank, table))
         place, rank, table, role, first = place[order], rank[order], table[order], role[order], first[order]
-        new = np.flatnonzero((table[1:] != table[:-1]) | (rank[1:] != rank[:-1]) | (role[1:] != role[:-1])) + 1
-        ends = first + entries["num_rows"][place]
-        same = np.ones(len(place) - 1, np.bool_)
-        same[new - 1] = False
-        if (same & (first[1:] < ends[:-1])).any():
+        same = (table[1:] == table[:-1]) & (rank[1:] == rank[:-1]) & (role[1:] == role[:-1])
+        if (same & (first[1:] < (first + entries["num_rows"][place])[:-1])).any():
             raise TraceDataError("two chunks hold the same rows of one table", path=self.path)
-        starts = np.concatenate([[0], new])
-        keys = zip(table[starts].tolist(), rank[starts].tolist(), role[starts].tolist(), strict=True)
-        bounds = [*starts.tolist(), len(place)]
-        return {key: place[a:b] for key, a, b in zip(keys, bounds[:-1], bounds[1:], strict=True)}
+        starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(place) else _NO_CHUNKS
+        return _Runs(table[starts], rank[starts], role[starts], np.append(starts, len(place)), place)
+
+    def owners(self) -> Iterator[tuple[int, int, int]]:
+        """Every table, rank and role (0 unless the rank is ROLE_RANK) that has chunks."""
+        runs = self._runs
+        for at in range(len(runs.rank)):
+            yield int(runs.table[at]), int(runs.rank[at]), int(runs.role[at])
 
     @property
     def owned(self) -> list[tuple[int, int]]:
         """Every table and rank that has chunks."""
-        return [(table, rank) for table, rank, _ in self.places if rank != ROLE_RANK]
+        return [(table, rank) for table, rank, _ in self.owners() if rank != ROLE_RANK]
 
     def check(self) -> None:
         """Refuses an index in which two chunks hold the same rows."""
-        _ = self.places
+        _ = self._runs
 
-    def entries(self, table: TableKind, rank: int, *, role: int = 0) -> NDArray[Any]:
+    def entries(self, table: TableKind | int, rank: int, *, role: int = 0) -> NDArray[Any]:
         """The chunks of one table of one rank, or of a role (with ROLE_RANK), in row order."""
-        return self.chunk_entries[self.places.get((int(table), rank, role), _NO_CHUNKS)]
+        return self.chunk_entries[self._runs.chunks_of(int(table), rank, role)]
 
     def num_rows(self, table: TableKind, rank: int) -> int:
         """Rows of one table of one rank."""
@@ -127,13 +154,15 @@ class Index:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks with rows in a table that this library knows, sorted."""
-        known = {int(kind) for kind in TableKind if kind}
-        return tuple(sorted({rank for table, rank, _ in self.places if table in known and rank != ROLE_RANK}))
+        runs = self._runs
+        known = np.isin(runs.table, [int(kind) for kind in TableKind if kind])
+        return tuple(np.unique(runs.rank[known & (runs.rank != ROLE_RANK)]).tolist())
 
     @cached_property
     def roles(self) -> dict[int, tuple[int, ...]]:
         """Role -> the ranks whose units refer to it, for roles that have chunks of their own."""
-        found: dict[int, list[int]] = {role: [] for role in sorted({r for _, k, r in self.places if k == ROLE_RANK})}
+        runs = self._runs
+        found: dict[int, list[int]] = {role: [] for role in np.unique(runs.role[runs.rank == ROLE_RANK]).tolist()}
         for rank in self.ranks:
             role = self.role_of(rank)
             if role in found:

@@ -53,8 +53,8 @@ def resume(path: str, *, allow_unfinished: bool) -> Resumed:
             raise TraceUsageError(f"{path}: {message}")
         collected, end = _records(reader, index)
         resumed = Resumed(end, collected, header.required_features)
-        for (table, rank, role), places in index.places.items():
-            last = index.chunk_entries[places[-1]]
+        for table, rank, role in index.owners():
+            last = index.entries(table, rank, role=role)[-1]
             resumed.num_rows[table, rank, role] = int(last["first_row"]) + int(last["num_rows"])
         _read_types(reader, resumed)
         _read_templates(reader, resumed)
@@ -100,7 +100,7 @@ def _read_types(reader: TraceReader, resumed: Resumed) -> None:
 
 def _read_templates(reader: TraceReader, resumed: Resumed) -> None:
     """The rows of roles, which rows to come may refer to."""
-    for table, rank, role in reader._index.places:
+    for table, rank, role in reader._index.owners():
         if rank != ROLE_RANK or table not in resumed.types:
             continue
         kind = TableKind(table)

@@ -98,6 +98,7 @@ class PluginManager:
         named: what the user gave to ``--plugin``: module names, files, or names of installed plugins.
         builtin: load what ships in the box.
         installed: load the entry points of group ``prism_sdk.plugins``.
+        only: kinds to ask plugins for; a rank needs adapters, and pays for what importers would import.
         report: where warnings and the hook trace go, one line a call; stderr when absent.
     """
 
@@ -108,12 +109,13 @@ class PluginManager:
         named: Sequence[str] = (),
         builtin: bool = True,
         installed: bool = True,
+        only: Sequence[str] = tuple(_KINDS),
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._settings = Settings.from_environ() if settings is None else settings
         self._report = report or _to_stderr
         self._entries: list[_Entry] = []
-        self._collected = False
+        self._collected, self._kinds = False, only
         self._pm = pluggy.PluginManager(hookspecs.PROJECT_NAME)
         self._pm.add_hookspecs(hookspecs)
         if self._settings.trace_hooks:
@@ -283,7 +285,7 @@ class PluginManager:
             if entry.status != "ok" or entry.objects is not None:
                 continue
             try:
-                entry.objects = {kind: self._register_kind(entry, kind) for kind in _KINDS}
+                entry.objects = {kind: self._register_kind(entry, kind) for kind in self._kinds}
             except (Exception, SystemExit) as error:
                 entry.break_(discovery.one_line(error))
                 self._pm.unregister(name=entry.candidate.name)

@@ -108,7 +108,7 @@ class _Diff:
 
     def _facts(self) -> None:
         a, b, found = self._a, self._b, self._found
-        for name in ("format_version", "graph_kind", "world_size"):
+        for name in ("graph_kind", "world_size"):  # the version says how it is written, not what
             before, after = getattr(a, name), getattr(b, name)
             if before != after:
                 texts = [getattr(value, "name", str(value)).lower() for value in (before, after)]

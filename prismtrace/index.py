@@ -163,7 +163,7 @@ class Index:
         """Role -> the ranks whose units refer to it, for roles that have chunks of their own."""
         runs = self._runs
         found: dict[int, list[int]] = {role: [] for role in np.unique(runs.role[runs.rank == ROLE_RANK]).tolist()}
-        for rank in self.ranks:
+        for rank in self.ranks if found else ():
             role = self.role_of(rank)
             if role in found:
                 found[role].append(rank)

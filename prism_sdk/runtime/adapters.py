@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prism_sdk.abc import FrameworkAdapter
 from prism_sdk.runtime.names import Names
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
@@ -204,6 +205,21 @@ class TracerNamer:
             reasons.append(reason)
 
 
+_loaded: Mapping[str, FrameworkAdapter] | None = None  # by the fork server, for all ranks
+
+
+def load_adapters(plugins: Sequence[str] = ()) -> Mapping[str, FrameworkAdapter]:
+    """All adapters, also of the plugins named; those of installed ones are there in forked processes too."""
+    global _loaded
+    from prism_sdk.plugins import PluginManager
+
+    if plugins:
+        return PluginManager(named=plugins, only=("adapter",)).adapters()
+    if _loaded is None:
+        _loaded = PluginManager(only=("adapter",)).adapters()
+    return _loaded
+
+
 def activate_adapters(
     names: Sequence[str], plugins: Sequence[str], tracer: Tracer, until: contextlib.ExitStack,
     options: Mapping[str, str] | None = None,
@@ -216,11 +232,9 @@ def activate_adapters(
 
     if not names:
         return naming
-    from prism_sdk.plugins import PluginManager
-
     until.callback(close)  # wrappers may outlive the activation: torch has kept some as bound methods
     os.register_at_fork(after_in_child=close)  # a data loader's workers have no trace
-    adapters = PluginManager(named=plugins).adapters()
+    adapters = load_adapters(plugins)
     for name in names:
         try:
             until.enter_context(adapters[name].activate(TracerNamer(naming, name)))

@@ -77,7 +77,9 @@ def prepare() -> None:
         if importlib.util.find_spec(name) is not None:  # some are private to a version of torch
             importlib.import_module(name)
     from prism_sdk.runtime import intercept
+    from prism_sdk.runtime.adapters import load_adapters
 
+    load_adapters()
     with _one_thread():
         _compute()
         with contextlib.suppress(Exception):  # no room for a file, a torch without the fake group: costs memory only

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from prismtrace import TraceReader
 
 _MAX_ROWS = 16
+_MOST_RANKS = 1 << 14  # a small damaged file may name millions
 
 
 @click.command("info")
@@ -48,7 +49,9 @@ def command(file: Path, show_all: bool, sizes: bool, as_json: bool) -> int:
 
 def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
     """What ``prism info --json`` prints. Absent values are null."""
-    ranks = [_describe_rank(reader, rank) for rank in reader.ranks]
+    described = reader.ranks[:_MOST_RANKS]
+    ranks = [_describe_rank(reader, rank) for rank in described]
+    whole = len(described) == len(reader.ranks)
     medians = sorted(rank["step_ns_median"] for rank in ranks if rank["step_ns_median"] is not None)
     groups = [
         {
@@ -68,10 +71,11 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
         "graph_kind": reader.graph_kind.name.lower(),
         "world_size": int(reader.world_size),
         "finished": not reader.unfinished,
-        "num_units": sum(rank["num_units"] for rank in ranks),
+        "num_ranks": len(reader.ranks),
+        "num_units": sum(rank["num_units"] for rank in ranks) if whole else None,
         "step_ns_median": medians[len(medians) // 2] if medians else None,
-        "num_events": sum(rank["num_events"] for rank in ranks),
-        "num_tracks": sum(rank["num_tracks"] for rank in ranks),
+        "num_events": sum(rank["num_events"] for rank in ranks) if whole else None,
+        "num_tracks": sum(rank["num_tracks"] for rank in ranks) if whole else None,
         "roles": _roles(reader),
         "attachments": _attachments(reader),
         "num_payloads": len(reader.payload_digests),
@@ -146,7 +150,8 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     click.echo(f"{values['file']}: {values['graph_kind']} graph, format {version}, {size}{state}")
     ranks, groups = values["ranks"], values["groups"]
     world = f" of {values['world_size']}" if values["world_size"] else ""  # 0: unknown
-    click.echo(f"ranks: {len(ranks)}{world}, {values['num_units']} units")
+    units = "" if values["num_units"] is None else f", {values['num_units']} units"
+    click.echo(f"ranks: {values['num_ranks']}{world}{units}")
     if values["num_events"] or values["num_tracks"]:
         click.echo(f"events: {values['num_events']} on {values['num_tracks']} tracks")
     if values["roles"]:
@@ -166,7 +171,7 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
         headers = ("rank", "units", "steps", "step median", "min", "max", "last loss", "peak memory")
         click.echo()
         echo_table(headers, rows, right=range(8))
-        _show_rest(len(ranks) - len(rows), what="ranks")
+        _show_rest(values["num_ranks"] - len(rows), what="ranks")
     if groups:
         click.echo()
         table = [

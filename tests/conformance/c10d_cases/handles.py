@@ -25,18 +25,30 @@ def async_waits_out_of_order(ctx: Context) -> Any:
 
 @case()
 def async_never_waited_for(ctx: Context) -> Any:
-    """The backend's thread writes the results all the same; a barrier waits for what was begun before it."""
+    """The backend's threads write the results all the same, some time after the barrier."""
     dropped, kept, into = whole(ctx), whole(ctx, offset=1), torch.zeros(6 * ctx.world_size)
+    wanted = [whole(ctx), whole(ctx, offset=1), torch.zeros(6 * ctx.world_size)]
+    dist.all_reduce(wanted[0])
+    dist.broadcast(wanted[1], src=0)
+    dist.all_gather_into_tensor(wanted[2], whole(ctx))
     dist.all_reduce(dropped, async_op=True)
     works = [dist.all_gather_into_tensor(into, whole(ctx), async_op=True), dist.broadcast(kept, src=0, async_op=True)]
     dist.barrier()
-    values = [dropped.clone(), kept.clone(), into.clone()]
+    _until_equal([dropped, kept, into], wanted)
     group = dist.new_group()
     last = whole(ctx)
     dist.all_reduce(last, group=group, async_op=True)
     dist.destroy_process_group(group)
     dist.barrier()
-    return [values, last, [work.wait() for work in works]]
+    _until_equal([last], wanted[:1])
+    return [dropped, kept, into, last, [work.wait() for work in works]]
+
+
+def _until_equal(tensors: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Give the backend's threads some seconds; what is wrong then is seen in what the case returns."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not all(map(torch.equal, tensors, wanted)):
+        time.sleep(0.01)
 
 
 @case()

@@ -93,7 +93,7 @@ def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) 
     store.set(f"from {rank}", "x")
     store.wait([f"from {1 - rank}"])
     dist.all_reduce(torch.ones(1))
-    print("passed", rank, flush=True)
+    print(" ".join(map(str, ["passed", rank])) + "\\n", end="", flush=True)
     dist.barrier()
     """
     )
@@ -110,12 +110,12 @@ NO_DEADLOCKS = [
         future = dist.all_reduce(x, async_op=True).get_future().then(lambda f: f.value()[0] * 2)
         both = torch.futures.collect_all([future, dist.irecv(torch.zeros(1), 1).get_future()])
         dist.send(torch.ones(1), 1)
-        print(future.wait()[0].item(), len(both.wait()))
+        print(" ".join(map(str, [future.wait()[0].item(), len(both.wait())])) + "\\n", end="")
     else:
         dist.recv(torch.ones(1), 0)
         dist.send(torch.ones(1), 0)
         dist.all_reduce(x)
-        print(4.0, 2)
+        print(" ".join(map(str, [4.0, 2])) + "\\n", end="")
     """,
     # threads that communicate in a group each, in an order of their own on each rank
     """
@@ -134,7 +134,7 @@ NO_DEADLOCKS = [
         dist.all_reduce(x)
         thread.start()
     thread.join()
-    print(x.item() * 2, int(y.item()) // 4)
+    print(" ".join(map(str, [x.item() * 2, int(y.item()) // 4])) + "\\n", end="")
     """,
     # looking into the store without ever sleeping, on the only slot
     """
@@ -145,7 +145,7 @@ NO_DEADLOCKS = [
     else:
         store.set("go", "1")
     dist.barrier()
-    print(4.0, 2)
+    print(" ".join(map(str, [4.0, 2])) + "\\n", end="")
     """,
 ]
 
@@ -219,7 +219,7 @@ def test_a_program_without_steps_is_calibrated_and_emulated(bench: Any) -> None:
     x = torch.ones(3) + rank
     for _ in range(5):
         dist.all_reduce(x)
-    print(x.tolist())
+    print(" ".join(map(str, [x.tolist()])) + "\\n", end="")
     """)
     bare, graph = str(bench.folder / "bare.prism"), str(bench.folder / "graph.prism")
     assert bench.run("record", script, "--nproc-per-node", "2", "-o", bare).code == 0

@@ -216,7 +216,7 @@ def test_a_job_without_steps_whose_futures_cross(bench: Bench) -> None:
     dist.all_reduce(torch.ones(1), async_op=True).get_future().add_done_callback(lambda f: seen.append(f.value()))
     dist.barrier()
     dist.barrier()
-    print(rank, [t[0].item() for t in tensors], len(seen), flush=True)
+    print(" ".join(map(str, [rank, [t[0].item() for t in tensors], len(seen)])) + "\\n", end="", flush=True)
     """)
     bare, graph = bench.folder / "bare.prism", bench.folder / "graph.prism"
     for verb, *options in (

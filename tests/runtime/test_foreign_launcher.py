@@ -20,7 +20,7 @@ SCRIPT = """
         dist.init_process_group("gloo")
         for batch in DataLoader(torch.zeros(8, 2), num_workers=1, batch_size=4):
             dist.all_reduce(batch)
-        print("PRISM_MODE" in os.environ, dist.get_rank(), flush=True)
+        print(" ".join(map(str, ["PRISM_MODE" in os.environ, dist.get_rank()])) + "\\n", end="", flush=True)
         dist.destroy_process_group()
 
     if __name__ == "__main__":

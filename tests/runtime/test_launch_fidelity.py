@@ -25,10 +25,10 @@ FACTS = """
     def last():
         import pickle
         pickle.dumps(last)  # __main__ is there to the end
-        print("exit handler", os.environ["RANK"])
+        print(" ".join(map(str, ["exit handler", os.environ["RANK"]])) + "\\n", end="")
         pathlib.Path(f"{sys.argv[1]}-{os.environ['RANK']}.json").write_text(json.dumps(facts))
     atexit.register(last)
-    print("body", os.environ["RANK"])
+    print(" ".join(map(str, ["body", os.environ["RANK"]])) + "\\n", end="")
     print("error", os.environ["RANK"], file=sys.stderr)
 """
 
@@ -97,7 +97,7 @@ def test_child_processes_of_a_rank_work_and_are_no_ranks(bench: Any) -> None:
                 process = context.Process(target=__import__("time").sleep, args=(60,))
                 process.start(); process.terminate(); process.join()
                 assert process.exitcode == -15, process.exitcode
-            print("child", method, flush=True)
+            print(" ".join(map(str, ["child", method])) + "\\n", end="", flush=True)
         dist.all_reduce(torch.ones(2))
         dist.barrier()
 

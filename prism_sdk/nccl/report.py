@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prism_sdk.analysis.bandwidth import bus_factor as factor_of_op
 from prism_sdk.nccl.job import NcclJob
 from prism_sdk.nccl.operations import operations
+from prismtrace import Op
 
 __all__ = ["BandwidthRow", "NcclReport", "bus_factor", "make_report"]
 
 
 def bus_factor(name: str, num_ranks: int) -> float:
-    """What algbw is multiplied by to give busbw: the formulas of the performance notes of nccl-tests."""
-    if num_ranks < 2:
-        return 1.0
-    share = (num_ranks - 1) / num_ranks
-    return {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share}.get(name, 1.0)
+    """What algbw is multiplied by to give busbw; 1 for one rank, and for what is no collective."""
+    op = Op.__members__.get(name.upper())
+    return 1.0 if op is None or num_ranks < 2 else factor_of_op(op, num_ranks)
 
 
 @dataclass(frozen=True)

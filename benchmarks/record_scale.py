@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import resource
 import statistics
 import subprocess
@@ -20,6 +19,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+from prism_sdk.runtime.forkserver import descendants_of
 
 
 def private_kib(pid: int) -> int:
@@ -29,15 +30,6 @@ def private_kib(pid: int) -> int:
             if line.startswith(("Private_Clean:", "Private_Dirty:")):
                 total += int(line.split()[1])
     return total
-
-
-def descendants(pid: int) -> list[int]:
-    found = []
-    with contextlib.suppress(OSError):
-        for task in os.listdir(f"/proc/{pid}/task"):
-            for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
-                found += [int(child), *descendants(int(child))]
-    return found
 
 
 def run(verb: str, ranks: int, options: list[str], script: list[str], sample: bool) -> tuple[float, int, int]:
@@ -51,7 +43,7 @@ def run(verb: str, ranks: int, options: list[str], script: list[str], sample: bo
             total = largest = 0
             while process.poll() is None:
                 if sample:
-                    sizes = [private_kib(pid) for pid in descendants(process.pid)[1:]]  # without the fork server
+                    sizes = [private_kib(pid) for pid in descendants_of(process.pid)[1:]]  # without the fork server
                     total, largest = max(total, sum(sizes)), max(largest, *sizes, 0)
                 time.sleep(0.5 if not sample else max(0.5, ranks / 256))
         wall = time.monotonic() - started

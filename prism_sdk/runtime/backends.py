@@ -28,5 +28,5 @@ def open_backend(spec: RankSpec, facts: EmulateSpec) -> ReplaySession:
     """Open a session of the backend named in `facts` for this rank."""
     from prism_sdk.plugins import PluginManager
 
-    backend = PluginManager(named=spec.plugins).backend(facts.backend)
+    backend = PluginManager(named=spec.plugins, only=("backend",)).backend(facts.backend)
     return backend.open(SandboxContext(facts.graph, spec.rank, facts.sandbox, spec.world_size, facts.options))

@@ -88,7 +88,7 @@ def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
             world_size = reader.world_size
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
-    strategy = PluginManager(named=config.plugins).strategy(config.strategy or "slices")
+    strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or "slices")
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
     try:

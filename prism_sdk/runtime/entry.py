@@ -52,7 +52,7 @@ def _start() -> None:
         steps = StepRange.parse(settings.steps or ":")
     except ValueError as error:
         raise SettingsError("PRISM_STEPS", value=str(settings.steps), expected=f"A:B ({error})") from None
-    adapters = tuple(PluginManager(settings).adapters())
+    adapters = tuple(PluginManager(settings, only=("adapter",)).adapters())
     os.environ.pop("PRISM_MODE")  # what this rank starts itself (workers, compilers) is not observed
     start_under_foreign_launcher(
         RankSpec(

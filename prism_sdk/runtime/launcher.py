@@ -101,9 +101,10 @@ def run_job(
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
-    skew = _recorded(config, "job.moe_skew") if config.moe_skew is None else config.moe_skew
+    recorded = _recorded(config)
+    skew = recorded.get("job.moe_skew") if config.moe_skew is None else config.moe_skew
     config = replace(
-        config, adapters=_adapters(config), device=config.device or _recorded(config, "job.device"),
+        config, adapters=_adapters(config, recorded), device=config.device or recorded.get("job.device"),
         moe_skew=float(skew) if skew else None,
     )  # fmt: skip
     started = time.monotonic_ns()
@@ -329,23 +330,23 @@ def _metadata(config: LaunchConfig) -> dict[str, str]:
     }
 
 
-def _recorded(config: LaunchConfig, key: str) -> str | None:
-    """What the graph that is followed says of the recording; None without a graph, or when it does not say."""
+def _recorded(config: LaunchConfig) -> Mapping[str, str]:
+    """The metadata of the graph that is followed; empty without one."""
     if config.graph is None:
-        return None
+        return {}
     with prismtrace.TraceReader(config.graph) as reader:
-        return reader.metadata.get(key)
+        return reader.metadata
 
 
-def _adapters(config: LaunchConfig) -> tuple[str, ...]:
+def _adapters(config: LaunchConfig, recorded: Mapping[str, str]) -> tuple[str, ...]:
     """The adapters to activate in the ranks: those the user named, else those of the graph, else all installed.
 
     Names cut computing into units, so a graph can only be followed with the adapters that it was recorded with.
     """
-    manager = PluginManager(named=config.plugins)
+    manager = PluginManager(named=config.plugins, only=("adapter",))
     if config.adapters is None:
-        recorded = _recorded(config, "job.adapters")
-        return tuple(manager.adapters()) if recorded is None else tuple(filter(None, recorded.split(",")))
+        names = recorded.get("job.adapters")
+        return tuple(manager.adapters()) if names is None else tuple(filter(None, names.split(",")))
     for name in config.adapters:
         manager.adapter(name)  # raises for a name that nobody registered
     return config.adapters

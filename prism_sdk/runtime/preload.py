@@ -66,6 +66,7 @@ _REHEARSED_STEPS = 10  # CPython 3.11 specialises code at its eighth run
 _SMALLEST_CHUNK_BYTES = 24  # glibc's
 _LARGEST_HOLE_BYTES = 1 << 17  # larger ones are mapped, not carved from the heap
 _MOST_CHUNKS = 100_000
+_EMPTY_BYTES = sys.getsizeof(b"")
 
 _kept: list[Any] = []  # what fills the holes of Python's own allocator
 
@@ -237,9 +238,6 @@ def _fill_python_pools() -> None:
     for size, num_free in re.findall(r"^ *\d+ +(\d+) +\d+ +\d+ +(\d+)$", _malloc_statistics(), re.MULTILINE):
         if int(size) > _EMPTY_BYTES:
             _kept.append([bytes(int(size) - _EMPTY_BYTES) for _ in range(int(num_free))])
-
-
-_EMPTY_BYTES = sys.getsizeof(b"")
 
 
 def _malloc_statistics() -> str:

@@ -14,7 +14,7 @@ from prismtrace.columns import Rows
 from prismtrace.dense import laps_of
 from prismtrace.entries import ranges_of
 from prismtrace.model import ColumnSpec, TableKind
-from prismtrace.roles import Template
+from prismtrace.roles import Difference, Template
 from prismtrace.tables import missing_column
 
 ROWS_PER_STACK: Final = 1 << 15
@@ -87,12 +87,16 @@ def _add_differences(
     num_rows = template.rows.num_rows
     full = [_together([rows], specs) for rows in parts]
     different: list[ColumnSpec] = []
-    for column in zip(*(template.differences(rows) for rows in full), strict=True):
+    found: dict[str, list[Difference]] = {}
+    for rows in full:
+        for item in template.differences(rows):  # a column that neither the role nor this rank has is not among them
+            found.setdefault(item.spec.name, []).append(item)
+    for column in found.values():
         spec = column[0].spec
         shifts = [item.shift for item in column if item.shift is not None]
         if all(item.same for item in column):
             continue
-        if len(shifts) == len(column):
+        if len(shifts) == len(parts):
             encoder.add_shift(spec, shifts)
         elif all(item.mapped is not None for item in column):
             encoder.add_map(spec, template, column)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from foreign_reader import read as foreign_read
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -61,6 +61,7 @@ Tables = st.dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(tables=Tables, alike=st.booleans(), tick=st.sampled_from([1, 1000, 238]), absent=st.booleans())
+@example(tables={0: (12, 0, 0), 1: (12, 0, 1), 2: (12, 1, 0)}, alike=True, tick=1, absent=False)
 def test_any_ranks_read_the_same(tables: dict[int, tuple[int, int, int]], alike: bool, tick: int, absent: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain, small = Path(folder) / "plain", Path(folder) / "small"

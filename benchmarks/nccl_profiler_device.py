@@ -16,6 +16,7 @@ failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
@@ -26,14 +27,14 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 WORKER = Path(__file__).with_name("nccl_profiler_worker.py")
-TIMEOUT_S = 100
+TIMEOUT_S = 60
 
 
 def library() -> str:
@@ -62,35 +63,46 @@ def free_port() -> int:
 
 def run(num_ranks: int, words: list[str], environ: dict[str, str], *, shared: bool) -> list[Any]:
     """Start the ranks of the worker; returns what each printed as its last line, as JSON."""
-    port, ranks = free_port(), []
-    for rank in range(num_ranks):
-        own = {
-            "RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank), "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0",
-        }  # fmt: skip
-        if shared:  # NCCL takes them for ranks of two hosts
-            own |= {"NCCL_HOSTID": f"host{rank}", "NCCL_MAX_CTAS": "2", "NCCL_IB_DISABLE": "1"}
-        settings = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_PROFILER")}
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, str(WORKER), *words], env={**settings, **own, **environ}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
-            )
-        )  # fmt: skip
-    found = []
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        for rank, process in enumerate(ranks):
-            out, err = process.communicate(timeout=max(deadline - time.monotonic(), 1))
-            if process.returncode:
-                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{err[-3000:]}")
-            found.append(json.loads(out.strip().splitlines()[-1]))
-    finally:
-        for process in ranks:
-            if process.poll() is None:
+    port, ranks = free_port(), list[tuple[subprocess.Popen[bytes], IO[str], IO[str]]]()
+    with contextlib.ExitStack() as files:
+        for rank in range(num_ranks):
+            own = {
+                "RANK": str(rank), "LOCAL_RANK": "0" if shared else str(rank), "WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_NVLS_ENABLE": "0",
+            }  # fmt: skip
+            if shared:  # NCCL takes them for ranks of two hosts
+                own |= {"NCCL_HOSTID": f"host{rank}", "NCCL_MAX_CTAS": "2", "NCCL_IB_DISABLE": "1"}
+            settings = {name: value for name, value in os.environ.items() if not name.startswith("NCCL_PROFILER")}
+            out, err = (files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            command = [sys.executable, str(WORKER), *words]
+            process = subprocess.Popen(command, env={**settings, **own, **environ}, stdout=out, stderr=err, cwd=ROOT)
+            ranks.append((process, out, err))
+        try:
+            wait_for_all(ranks)
+            return [json.loads(_text(out).strip().splitlines()[-1]) for _, out, _ in ranks]
+        finally:
+            for process, _, _ in ranks:
                 process.kill()
                 process.wait()
-    return found
+
+
+def wait_for_all(ranks: list[tuple[subprocess.Popen[bytes], IO[str], IO[str]]]) -> None:
+    """Until all have ended; raises what the first that failed wrote: the others may wait for it."""
+    deadline = time.monotonic() + TIMEOUT_S + 10  # a rank that hangs says where before
+    running = True
+    while running:
+        time.sleep(0.1)
+        running = any(process.poll() is None for process, _, _ in ranks)
+        for rank, (process, _, err) in enumerate(ranks):
+            if process.returncode:
+                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{_text(err)[-3000:]}")
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"not done after {TIMEOUT_S} s")
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def check(num_ranks: int, plugin: str, *, shared: bool, events: str = "default") -> dict[str, Any]:
@@ -197,7 +209,7 @@ def overhead(num_ranks: int, plugin: str, repeats: int) -> dict[str, Any]:
             on_ms.append(max(run(num_ranks, ["steps"], on, shared=False)))
         off_ms.append(max(run(num_ranks, ["steps"], {}, shared=False)))
         num_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
-    changes = [100 * (with_ / ((a + b) / 2) - 1) for with_, a, b in zip(on_ms, off_ms, off_ms[1:], strict=True)]
+    changes = [100 * (with_ / ((a + b) / 2) - 1) for with_, a, b in zip(on_ms, off_ms[:-1], off_ms[1:], strict=True)]
     return {
         "without_ms": off_ms, "with_ms": on_ms, "change_percent": changes,
         "median_change_percent": statistics.median(changes),

@@ -6,6 +6,7 @@ median step time in milliseconds.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import statistics
@@ -37,7 +38,7 @@ class Calls:
         torch.cuda.synchronize()
         begin = time.monotonic_ns()
         work = call()
-        if work is not None:
+        if isinstance(work, dist.Work):  # dist.recv returns a rank
             work.wait()
         torch.cuda.synchronize()
         self.windows.append((begin, time.monotonic_ns(), name))
@@ -146,6 +147,7 @@ def steps(num: int = 120, warm_up: int = 30) -> None:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(60, exit=True)  # the parent prints it
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     (check if sys.argv[1] == "check" else steps)()

@@ -58,6 +58,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16, help="steps of each run (passed to the script)")
     parser.add_argument("--record-steps", type=int, default=5, help="steps of the recording; its values serve the rest")
     parser.add_argument("--any-cpus", action="store_true", help="the real job may have fewer CPUs than ranks")
+    parser.add_argument(
+        "--observed-transfers", action="store_true", help="take transfers from a real run before the others"
+    )
+    parser.add_argument("--one-calibration", action="store_true", help="calibrate once, not in every repeat")
     parser.add_argument("--json", type=Path)
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
@@ -76,6 +80,11 @@ def main() -> None:
         real: list[list[float]] = []
         emulated: list[list[float]] = []
         predicted: list[float] = []
+        if args.observed_transfers:
+            path = work / "before.prism"
+            run(real_cpus, "observe", "--nproc-per-node", str(args.ranks), "-o", str(path), "--", *script)
+            print(f"real {mean(step_times_ms(path, args.sandbox, args.skip)):.3f} ms, for its transfers", flush=True)
+            options += ["-O", f"transfers={path}"]
         for repeat in range(args.repeats + 1):
             path = work / f"real{repeat}.prism"
             launch = ("--nproc-per-node", str(args.ranks), "-o", str(path))
@@ -84,7 +93,8 @@ def main() -> None:
             print(f"real {mean(real[-1]):.3f} ms", flush=True)
             if repeat == args.repeats:
                 break
-            walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
+            if not (args.one_calibration and predicted):
+                walls["calibrate"] = run(few, "calibrate", "--graph", bare, "-o", graph, *options, "--", *script)
             with prismtrace.TraceReader(graph) as reader:
                 predicted.append(float(reader.metadata["calibration.step_ns"]) / 1e6)
             path = work / f"emulated{repeat}.prism"

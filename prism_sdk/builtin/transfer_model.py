@@ -6,15 +6,16 @@ modelled, not measured, and the calibration says so.
 Steps of the algorithms (gloo's, for n members and S bytes a member; a *step* moves one block between neighbours):
 ring all-reduce 2(n-1) steps of S/n; ring all-gather n-1 steps of S; reduce-scatter and all-to-all n-1 steps of S/n;
 trees (broadcast, reduce, barrier) ceil(log2 n) steps of S; gather and scatter n-1 blocks of S at the root.
-Between two ranks the same formulas count one step (all-reduce: two), which is what the table holds; so
-T_n(S) = steps_n / steps_2 * T_2(block_n / block_2 * S).
+A call has a cost of its own, whatever the group: T_1, that of the same call in a group of one. Between two ranks the
+formulas count one step (all-reduce: two); so T_n(S) = T_1(S') + steps_n / steps_2 * (T_2(S') - T_1(S')) with
+S' = block_n / block_2 * S. Tables hold means: stalls of a few ms, which some steps meet and others do not, add up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,26 +26,36 @@ from prismtrace import ABSENT, DType, Op, UnitKind
 _SAME_TABLE = {Op.GATHER: Op.BROADCAST, Op.SCATTER: Op.BROADCAST, Op.SEND: Op.RECV}
 _FALLBACK_NS = 50_000
 
+Table = tuple[tuple[float, ...], tuple[float, ...]]
+
 
 @dataclass(frozen=True)
 class TransferModel:
-    """Measured times between two ranks: for each operation, sizes in bytes and times in ns, both ascending in size."""
+    """Measured times: for each operation, sizes in bytes and times in ns, both ascending in size."""
 
-    tables: Mapping[Op, tuple[tuple[float, ...], tuple[float, ...]]]
+    tables: Mapping[Op, Table]  # between two ranks
+    alone: Mapping[Op, Table] = field(default_factory=dict)  # in a group of one
 
     @classmethod
     def fit(cls, graph: JobGraph) -> TransferModel:
-        """Medians of the transfers that a trace of two ranks shows, by operation and size."""
+        """Means of the transfers that a trace of two ranks shows, by operation and size, without each first one."""
         c = graph.columns
         transfer = measure(graph).transfer_ns
-        tables: dict[Op, tuple[tuple[float, ...], tuple[float, ...]]] = {}
         known = (transfer != ABSENT) & (c["kind"] != UnitKind.COMPUTE) & (c["kind"] != UnitKind.WAIT)
-        for op in {int(o) for o in c["op"][known]}:
-            rows = np.flatnonzero(known & (c["op"] == op))
-            sizes = np.array([_num_bytes(graph, int(row)) for row in rows])
-            points = [(float(size), float(np.median(transfer[rows[sizes == size]]))) for size in np.unique(sizes)]
-            tables[Op(op)] = (tuple(p[0] for p in points), tuple(p[1] for p in points))
-        return cls(tables)
+        single = {group_id for group_id, group in graph.groups.items() if len(group.ranks) == 1}
+        found: dict[tuple[bool, Op], dict[int, dict[int, list[int]]]] = {}
+        for row in np.flatnonzero(known).tolist():
+            place = (int(c["group_id"][row]) in single, Op(int(c["op"][row])))
+            by_rank = found.setdefault(place, {}).setdefault(_num_bytes(graph, row), {})
+            by_rank.setdefault(int(graph.rank_of_row[row]), []).append(int(transfer[row]))
+        tables: tuple[dict[Op, Table], dict[Op, Table]] = ({}, {})
+        for (alone, op), by_size in found.items():
+            sizes = sorted(by_size)
+            times = tuple(
+                float(np.mean([t for own in by_size[size].values() for t in own[1:] or own])) for size in sizes
+            )
+            tables[alone][op] = (tuple(float(size) for size in sizes), times)
+        return cls(*tables)
 
     def transfer_ns(self, op: Op, *, num_bytes: int, group_size: int) -> int:
         """The modelled time of one operation in a group of `group_size` ranks, `num_bytes` contributed by each."""
@@ -52,23 +63,32 @@ class TransferModel:
         if n == 1:
             return 0
         if op is Op.ALL_REDUCE or op is Op.REDUCE_SCATTER or op is Op.ALL_TO_ALL:
-            return round((n - 1) * self._between_two(op, num_bytes * 2 / n))
+            return self._hops(op, num_bytes * 2 / n, n - 1)
         if op in (Op.ALL_GATHER, Op.GATHER, Op.SCATTER):
-            return round((n - 1) * self._between_two(op, num_bytes))
+            return self._hops(op, num_bytes, n - 1)
         if op is Op.SEND:
             return 0  # buffered: what the message takes is counted where it is received
         steps = 1 if op is Op.RECV else math.ceil(math.log2(n))
-        return round(steps * self._between_two(op, num_bytes))
+        return self._hops(op, num_bytes, steps)
 
-    def _between_two(self, op: Op, num_bytes: float) -> float:
-        table = self.tables.get(op) or self.tables.get(_SAME_TABLE.get(op, op))
-        if table is None:
-            return _FALLBACK_NS
-        sizes, times = table
-        if len(sizes) > 1 and num_bytes > sizes[-1]:  # beyond the table: at the last slope
-            slope = max(times[-1] - times[-2], 0.0) / (sizes[-1] - sizes[-2])
-            return times[-1] + slope * (num_bytes - sizes[-1])
-        return float(np.interp(num_bytes, sizes, times))
+    def _hops(self, op: Op, num_bytes: float, num_hops: int) -> int:
+        """The call's own cost and that of `num_hops` times what lies between it and the time of two ranks."""
+        between = _look_up(self.tables, op, num_bytes)
+        if between is None:
+            return round(num_hops * _FALLBACK_NS)
+        own = min(_look_up(self.alone, op, num_bytes) or 0.0, between)
+        return round(own + num_hops * (between - own))
+
+
+def _look_up(tables: Mapping[Op, Table], op: Op, num_bytes: float) -> float | None:
+    table = tables.get(op) or tables.get(_SAME_TABLE.get(op, op))
+    if table is None:
+        return None
+    sizes, times = table
+    if len(sizes) > 1 and num_bytes > sizes[-1]:  # beyond the table: at the last slope
+        slope = max(times[-1] - times[-2], 0.0) / (sizes[-1] - sizes[-2])
+        return times[-1] + slope * (num_bytes - sizes[-1])
+    return float(np.interp(num_bytes, sizes, times))
 
 
 def _num_bytes(graph: JobGraph, row: int) -> int:

@@ -50,14 +50,21 @@ def job(world_size: int, rows: list[tuple[Op, int, int, int, int]], *, groups: d
     return JobGraph.from_columns(columns, world_size=world_size, groups=described, graph_kind=GraphKind.OBSERVED)
 
 
-def test_fit_takes_medians_by_operation_and_size() -> None:
-    rows = [(Op.ALL_REDUCE, 1, 8, 8, t) for t in (500, 700, 90_000)] + [(Op.ALL_REDUCE, 1, 64, 64, 900)]
+def test_fit_takes_means_by_operation_and_size_without_the_first_of_each() -> None:
+    rows = [(Op.ALL_REDUCE, 1, 8, 8, t) for t in (90_000, 500, 700)] + [(Op.ALL_REDUCE, 1, 64, 64, 900)]
     rows += [(Op.BROADCAST, 1, 0, 16, 40)]  # what is received counts: non-roots contribute nothing
     model = TransferModel.fit(job(2, rows, groups={1: (0, 1)}))
-    assert model.tables[Op.ALL_REDUCE] == ((32.0, 256.0), (700.0, 900.0))
+    assert model.tables[Op.ALL_REDUCE] == ((32.0, 256.0), (600.0, 900.0))
     assert model.tables[Op.BROADCAST] == ((64.0,), (40.0,))
     assert set(model.tables) == {Op.ALL_REDUCE, Op.BROADCAST}
-    assert model.transfer_ns(Op.ALL_REDUCE, num_bytes=32, group_size=2) == 700
+    assert model.transfer_ns(Op.ALL_REDUCE, num_bytes=32, group_size=2) == 600
+
+
+def test_what_a_call_costs_alone_counts_once() -> None:
+    rows = [(Op.ALL_GATHER, 2, 8, 8, 300), (Op.ALL_GATHER, 3, 8, 8, 300), (Op.ALL_GATHER, 1, 8, 8, 1000)]
+    model = TransferModel.fit(job(2, rows, groups={1: (0, 1), 2: (0,), 3: (1,)}))
+    assert model.alone == {Op.ALL_GATHER: ((32.0,), (300.0,))}
+    assert [model.transfer_ns(Op.ALL_GATHER, num_bytes=32, group_size=n) for n in (2, 3, 16)] == [1000, 1700, 10_800]
 
 
 @pytest.mark.parametrize(

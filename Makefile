@@ -19,11 +19,12 @@ STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.
 TEST_STAMP := $(STAMP)-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint clean
+.PHONY: help setup demo test fuzz lint clean
 
 help:
 	@echo 'make demo    observe, record, calibrate, emulate and compare a small GPT (set-up included)'
 	@echo 'make test    run every test (set-up included)'
+	@echo 'make fuzz    run the property tests with new examples'
 	@echo 'make setup   create $(VENV) with torch, Prism and its test tools'
 	@echo 'make lint    ruff, mypy and the import contracts'
 	@echo 'make clean   remove $(VENV), caches and what the demo wrote'
@@ -82,6 +83,10 @@ demo: $(STAMP)
 
 test: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 $(ARGS)
+
+fuzz: setup
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --hypothesis-profile=default $(ARGS) \
+		$$(grep -rl '^from hypothesis' tests plugins nccl_profiler --include='test_*.py')
 
 lint: setup
 	$(BIN)/ruff check .

@@ -223,7 +223,7 @@ def test_a_program_without_steps_is_calibrated_and_emulated(bench: Any) -> None:
     """)
     bare, graph = str(bench.folder / "bare.prism"), str(bench.folder / "graph.prism")
     assert bench.run("record", script, "--nproc-per-node", "2", "-o", bare).code == 0
-    ended = bench.run("calibrate", script, "--graph", bare, "--slots", "1", "-o", graph)
+    ended = bench.run("calibrate", script, "--graph", bare, "--slots", "1", "-O", "passes=1", "-o", graph)
     assert ended.code == 0, ended.err
     ended = bench.run("emulate", script, "--graph", graph)
     assert ended.code == 0, ended.err

@@ -16,17 +16,18 @@ import numpy as np
 from prism_sdk.abc import CalibrationContext, CalibrationPass, CalibrationResult, CalibrationStrategy
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
 from prism_sdk.errors import CalibrationError
-from prism_sdk.graph.calibrate import Calibration, merge_slices, predict_step_time, relative_change
+from prism_sdk.graph.calibrate import Calibration, merge_slices, relative_change
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
 from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter
 
 _MAX_PASSES = 4
-_RESAMPLES = 40
 # a pass that changes no step time by more than the half width of the interval is the last; the half width counts
 # between these bounds, or a noisy machine would call anything converged
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.001, 0.05
-_LARGE_GRAPH_ROWS = 200_000  # above it fewer resamples, to keep the interval's cost bounded
+# of draws and of resamples for the prediction: fewer for large graphs, to keep its cost bounded
+_MOST_TIMELINES, _ROWS_SCHEDULED = 100, 1_000_000
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,9 @@ class Slices(CalibrationStrategy):
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
         calibration: Calibration | None = None
+        prediction: Prediction | None = None
         converged = False
+        num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
             for position, ranks in enumerate(slices):
                 context.report(f"pass {index + 1}, slice {position + 1} of {len(slices)}: ranks {_short(ranks)}")
@@ -75,21 +78,22 @@ class Slices(CalibrationStrategy):
                 calibration,
                 merge_slices(base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default),
             )
-            interval = predict_step_time(
+            prediction = predict_step_time(
                 base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
-                num_resamples=_RESAMPLES if len(base) < _LARGE_GRAPH_ROWS else 8,
+                num_draws=num_timelines, num_resamples=num_timelines,
             )  # fmt: skip
             change = None if before is None else relative_change(before.timeline, calibration.timeline)
+            interval = prediction.interval
             predicted, low, high = round(interval.estimate), round(interval.low), round(interval.high)
             passes.append(CalibrationPass(index, None if change is None else 100 * change, predicted, low, high))
             context.report(_progress(passes[-1]))
             noise = min((high - low) / 2 / max(predicted, 1), _LARGEST_NOISE)
             converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
             graph_path = context.work_dir / f"pass{index}.prism"
-            write_calibrated(context.graph_path, calibration, graph_path, {}, with_payloads=False)
+            write_calibrated(context.graph_path, prediction.calibration, graph_path, {}, with_payloads=False)
             if converged or (len(slices) == 1 and index >= 1):
                 break
-        assert calibration is not None
+        assert calibration is not None and prediction is not None
         last = passes[-1]
         facts = {
             "calibration.strategy": self.name, "calibration.passes": str(len(passes)),
@@ -102,7 +106,7 @@ class Slices(CalibrationStrategy):
             "calibration.unmeasured_units": str(len(calibration.unmeasured_compute)),
             "calibration.transfers": options.transfers if bare is not None else "slices",
         }  # fmt: skip
-        write_calibrated(context.graph_path, calibration, context.output, facts, with_payloads=True)
+        write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True)
         return CalibrationResult(
             context.output, tuple(passes), last.predicted_step_ns, last.step_low_ns, last.step_high_ns, converged
         )

@@ -10,6 +10,7 @@ A map for newcomers, in the order of dependence:
     plan, contract       BoundaryPlan: when virtual ranks arrive, without running them
                          (contract() is not exported here: it would hide its module)
     calibrate            merge_slices(): weights from measured slices into a bare graph
+    prediction           predict_step_time(): what variation adds, and an interval
     compare, report      compare_traces(): real runs beside other runs
 """
 
@@ -18,7 +19,6 @@ from prism_sdk.graph.calibrate import (
     Measurement,
     measure,
     merge_slices,
-    predict_step_time,
     relative_change,
     step_time_ns,
 )
@@ -32,6 +32,7 @@ from prism_sdk.graph.errors import (
 )
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.plan import START, BoundaryPlan, Stream, Term, evaluate
+from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.graph.statistics import Interval, bootstrap_interval
 from prism_sdk.graph.timing import Schedule, Timing, schedule
 
@@ -46,6 +47,7 @@ __all__ = [
     "JobGraph",
     "Measurement",
     "MissingTimingError",
+    "Prediction",
     "START",
     "Schedule",
     "Stream",

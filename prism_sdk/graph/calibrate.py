@@ -15,12 +15,13 @@ Rows of different steps belong together by (rank, structure of the step, positio
 operation, group, dtype, counts, peer, tag, and what each wait awaits; without the counts where that finds nothing.
 Means are taken over the steps behind the warm-up; steps of a structure seen only during the warm-up use those. Means,
 not medians: durations are skewed to the right, and the medians of the units of a step add up to less than the step.
+What means lose in turn, the cost of variation, `prism_sdk.graph.prediction` puts back.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,12 +29,12 @@ import numpy.typing as npt
 
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.graph.statistics import Interval, mean_known, percentile_interval
+from prism_sdk.graph.statistics import mean_known
 from prism_sdk.graph.timing import Schedule, Timing, schedule
 from prismtrace import ABSENT, Phase, UnitKind
 
-__all__ = ["Calibration", "Measurement", "measure", "merge_slices", "predict_step_time", "relative_change",
-           "step_time_ns"]  # fmt: skip
+__all__ = ["Calibration", "Measurement", "Samples", "collect_samples", "measure", "merge_samples", "merge_slices",
+           "relative_change", "step_time_ns", "structures_of", "whole_steps_ns"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -103,7 +104,7 @@ def measure(graph: JobGraph) -> Measurement:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class Segment:
     """The rows of one step of one rank."""
 
     rank: int
@@ -112,7 +113,7 @@ class _Segment:
     end: int
 
 
-def _segments(graph: JobGraph) -> list[_Segment]:
+def _segments(graph: JobGraph) -> list[Segment]:
     step = graph.columns["step"]
     first = np.ones(len(graph), dtype=np.bool_)
     first[1:] = step[1:] != step[:-1]
@@ -120,10 +121,13 @@ def _segments(graph: JobGraph) -> list[_Segment]:
     begins = np.flatnonzero(first)
     ends = np.append(begins[1:], len(graph))
     spans = zip(begins.tolist(), ends.tolist(), strict=True)
-    return [_Segment(int(graph.rank_of_row[b]), int(step[b]), b, e) for b, e in spans]
+    return [Segment(int(graph.rank_of_row[b]), int(step[b]), b, e) for b, e in spans]
 
 
-def _structures(graph: JobGraph) -> dict[_Segment, tuple[bytes, bytes]]:
+Structures = Mapping[Segment, tuple[bytes, bytes]]
+
+
+def structures_of(graph: JobGraph) -> Structures:
     """For each step of each rank a digest of its structure with the counts, and one without."""
     relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
     plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
@@ -138,7 +142,7 @@ def _structures(graph: JobGraph) -> dict[_Segment, tuple[bytes, bytes]]:
     return result
 
 
-class _Samples:
+class Samples:
     """The measured steps of one (rank, structure): a matrix of steps by rows for each weight."""
 
     def __init__(self) -> None:
@@ -146,7 +150,7 @@ class _Samples:
         self.is_warm: list[bool] = []
         self.values: dict[str, list[Int64Array]] = {name: [] for name in _FIELDS}
 
-    def add(self, measurement: Measurement, segment: _Segment, *, slice_index: int, is_warm: bool) -> None:
+    def add(self, measurement: Measurement, segment: Segment, *, slice_index: int, is_warm: bool) -> None:
         self.sources.append((slice_index, segment.step))
         self.is_warm.append(is_warm)
         for name in _FIELDS:
@@ -160,17 +164,24 @@ class _Samples:
         means = {name: mean_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}
         return means, len(usable)
 
+    def one(self, place: float) -> dict[str, Int64Array]:
+        """The weights of the measured step at `place` (0 to 1) among them; ABSENT where it has none."""
+        usable = [i for i, warm in enumerate(self.is_warm) if not warm] or list(range(len(self.is_warm)))
+        chosen = usable[int(place * len(usable))]
+        return {name: rows[chosen] for name, rows in self.values.items()}
 
-def _collect(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], _Samples], int]:
-    samples: dict[tuple[int, bytes], _Samples] = {}
+
+def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], Samples], int]:
+    """The measured steps of all slices by rank and structure, and how many values were clipped."""
+    samples: dict[tuple[int, bytes], Samples] = {}
     clipped = 0
     for slice_index, graph in enumerate(slices):
         measurement = measure(graph)
         clipped += measurement.num_clipped
         first = int(graph.columns["step"].min()) if len(graph) else 0
-        for segment, digests in _structures(graph).items():
+        for segment, digests in structures_of(graph).items():
             for digest in digests:
-                samples.setdefault((segment.rank, digest), _Samples()).add(
+                samples.setdefault((segment.rank, digest), Samples()).add(
                     measurement, segment, slice_index=slice_index, is_warm=segment.step < first + warmup_steps
                 )
     return samples, clipped
@@ -227,20 +238,26 @@ def merge_slices(
         GraphError: no slice shows any step of the bare graph.
         MissingTimingError: a duration is in no slice and not in the bare graph.
     """
-    samples, clipped = _collect(slice_graphs, warmup_steps=warmup_steps)
-    return _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=None)
+    samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps)
+    return merge_samples(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns)
 
 
-def _merge(
-    graph: JobGraph, samples: dict[tuple[int, bytes], _Samples], *, clipped: int,
-    default_transfer_ns: int | Int64Array | None, drawn: dict[tuple[int, int], int] | None,
+def merge_samples(
+    graph: JobGraph, samples: dict[tuple[int, bytes], Samples], *, clipped: int,
+    default_transfer_ns: int | Int64Array | None, drawn: dict[tuple[int, int], int] | None = None,
+    places: Callable[[int, int], float] | None = None, structures: Structures | None = None,
 ) -> Calibration:  # fmt: skip
+    """`merge_slices` of collected samples: the means of all or, by how often each was ``drawn``, of some steps.
+
+    With ``places``, a step has the weights of one measured step, at ``places(slice, step)`` from 0 to 1.
+    ``structures`` are those of ``graph``, for whoever merges it again and again.
+    """
     c = graph.columns
     kind = c["kind"]
     found = {name: np.full(len(graph), ABSENT, dtype=np.int64) for name in _FIELDS}
     num_samples = np.zeros(len(graph), dtype=np.int32)
     known: dict[tuple[int, bytes], tuple[dict[str, Int64Array], int]] = {}
-    for segment, digests in _structures(graph).items():
+    for segment, digests in (structures or structures_of(graph)).items():
         key = next(((segment.rank, d) for d in digests if (segment.rank, d) in samples), None)
         if key is None:
             continue
@@ -249,6 +266,11 @@ def _merge(
         means, count = known[key]
         for name in _FIELDS:
             found[name][segment.begin : segment.end] = means[name]
+        if places is not None:
+            entry = samples[key]
+            for name, values in entry.one(places(entry.sources[0][0], segment.step)).items():
+                rows = found[name][segment.begin : segment.end]
+                rows[:] = np.where(values == ABSENT, rows, values)
         num_samples[segment.begin : segment.end] = count
     if not num_samples.any():
         raise GraphError(f"no slice shows any step of {graph.source}",
@@ -282,8 +304,8 @@ def _merge(
     )  # fmt: skip
 
 
-def step_time_ns(timeline: Schedule) -> float:
-    """The predicted step time: the mean over ranks and whole steps, the first step left out where there are more.
+def whole_steps_ns(timeline: Schedule) -> list[tuple[Int64Array, Int64Array]]:
+    """For each rank its whole steps and their times, the first step left out where there are more.
 
     A step is whole where the rank ran its optimizer; what comes after the last optimizer step is the end of the job.
     """
@@ -293,9 +315,14 @@ def step_time_ns(timeline: Schedule) -> float:
     for rank in graph.ranks:
         steps, times = timeline.step_times_ns(rank)
         rows = graph.rows(rank)
-        whole = np.unique(graph.columns["step"][rows][is_optimizer[rows]])
-        found.append(times[np.isin(steps, whole)] if len(whole) else times)
-    times = np.concatenate(found)
+        is_whole = np.isin(steps, np.unique(graph.columns["step"][rows][is_optimizer[rows]]))
+        found.append((steps[is_whole], times[is_whole]) if is_optimizer[rows].any() else (steps, times))
+    return found
+
+
+def step_time_ns(timeline: Schedule) -> float:
+    """The predicted step time: the mean over ranks and their whole steps (`whole_steps_ns`)."""
+    times = np.concatenate([times for _, times in whole_steps_ns(timeline)])
     return float(times.mean()) if len(times) else float(timeline.end_of_job_ns)
 
 
@@ -306,41 +333,3 @@ def relative_change(before: Schedule, after: Schedule) -> float:
         times = [np.diff(timeline.step_ends_ns(rank)[1], prepend=0) for timeline in (before, after)]
         largest = max(largest, int(np.abs(times[1] - times[0]).max(initial=0)))
     return largest / max(step_time_ns(after), 1.0)
-
-
-def predict_step_time(
-    bare_graph: JobGraph,
-    slice_graphs: Sequence[JobGraph],
-    *,
-    warmup_steps: int = 1,
-    default_transfer_ns: int | Int64Array | None = None,
-    confidence: float = 0.95,
-    num_resamples: int = 100,
-    seed: int = 0,
-) -> Interval:
-    """The predicted step time with a bootstrap interval; the same seed gives the same interval.
-
-    Each resample draws as many measured steps of every slice as it has, with replacement (whole steps, so that units
-    of a step keep their correlation), takes the means anew and computes the whole timeline. The cost is one
-    ``merge_slices`` each, so give a graph of few steps.
-    """
-    samples, clipped = _collect(slice_graphs, warmup_steps=warmup_steps)
-    plain = _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=None)
-    steps: dict[int, set[int]] = {}
-    for entry in samples.values():
-        for (slice_index, step), warm in zip(entry.sources, entry.is_warm, strict=True):
-            if not warm:
-                steps.setdefault(slice_index, set()).add(step)
-    generator = np.random.default_rng(seed)
-    resampled = np.empty(num_resamples, dtype=np.float64)
-    for i in range(num_resamples):
-        drawn: dict[tuple[int, int], int] = {}
-        for slice_index, measured in sorted(steps.items()):
-            for step in generator.choice(sorted(measured), size=len(measured)).tolist():
-                drawn[slice_index, step] = drawn.get((slice_index, step), 0) + 1
-        again = _merge(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, drawn=drawn)
-        resampled[i] = step_time_ns(again.timeline)
-    return percentile_interval(
-        resampled, estimate=step_time_ns(plain.timeline), confidence=confidence,
-        num_samples=min((len(measured) for measured in steps.values()), default=0),
-    )  # fmt: skip

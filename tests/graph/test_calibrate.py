@@ -5,9 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.graph.calibrate import measure, merge_slices, predict_step_time, relative_change, step_time_ns
+from prism_sdk.graph.calibrate import measure, merge_slices, relative_change, step_time_ns, whole_steps_ns
 from prism_sdk.graph.errors import GraphError, MissingTimingError
 from prism_sdk.graph.job import COLUMN_TYPES, JobGraph
+from prism_sdk.graph.prediction import predict_step_time
 from prism_sdk.graph.statistics import bootstrap_interval, mean_known
 from prism_sdk.graph.timing import Schedule, Timing, schedule
 from prismtrace import ABSENT, GraphKind, UnitKind
@@ -54,11 +55,11 @@ def test_what_was_observed_is_predicted_exactly(seed: int) -> None:
 
 
 def _steps(durations: dict[int, list[int]], *, transfer: int = 50) -> Program:
-    """Two ranks; every step computes and reduces."""
-    p = Program(2, {1: (0, 1)})
+    """Every step computes and reduces."""
+    p = Program(len(durations), {1: tuple(durations)})
     for step in range(len(durations[0])):
         p.step = step
-        for rank in (0, 1):
+        for rank in durations:
             p.compute(rank, durations[rank][step], gap=3)
         for rank, unit in p.collective(1, lambda _: transfer).items():
             p.wait(rank, unit, wake=4)
@@ -168,13 +169,46 @@ def test_prediction_interval_covers_the_spread_of_steps() -> None:
     graph = _steps(noisy).graph()
     run = schedule(graph)
     slices = [_observed(run, ranks=[0]), _observed(run, ranks=[1])]
-    interval = predict_step_time(graph, slices, num_resamples=60, seed=3)
-    assert interval == predict_step_time(graph, slices, num_resamples=60, seed=3)
+    prediction = predict_step_time(graph, slices, num_resamples=60, seed=3)
+    interval = prediction.interval
+    assert interval == predict_step_time(graph, slices, num_resamples=60, seed=3).interval
     assert interval.low < interval.estimate < interval.high and interval.num_samples == 11
     assert interval.high - interval.low < 150
     still = schedule(_steps({0: [100] * 4, 1: [130] * 4}).graph())
-    exact = predict_step_time(still.graph, [_observed(still)], num_resamples=5)
+    exact = predict_step_time(still.graph, [_observed(still)], num_resamples=5).interval
     assert (exact.low, exact.estimate, exact.high) == (187.0, 187.0, 187.0)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8, 24])
+def test_what_variation_costs_is_predicted(num_ranks: int) -> None:
+    """Ranks measured apart, with times of their own in every step: the job waits for the latest, not for the mean."""
+    rng = np.random.default_rng(num_ranks)
+    noisy = {rank: (10_000 + rng.integers(-3000, 3000, 40)).tolist() for rank in range(num_ranks)}
+    graph = _steps(noisy).graph()
+    run = schedule(graph)
+    slices = [_observed(run, ranks=[rank]) for rank in range(num_ranks)]
+    real = step_time_ns(run)
+    of_means = step_time_ns(merge_slices(graph, slices).timeline)
+    prediction = predict_step_time(graph, slices, num_draws=60, num_resamples=20)
+    assert of_means < 0.94 * real
+    assert prediction.interval.estimate == pytest.approx(real, rel=0.02)
+    assert prediction.interval.low < real < prediction.interval.high or prediction.interval.estimate == pytest.approx(
+        real, rel=0.01
+    )
+    typical = prediction.calibration.timeline
+    assert step_time_ns(typical) == pytest.approx(prediction.interval.estimate, rel=0.02)
+    last = np.mean([times[-1] for _, times in whole_steps_ns(typical)])
+    assert last == pytest.approx(prediction.interval.estimate, rel=0.03)
+
+
+def test_ranks_of_one_slice_vary_together() -> None:
+    shared = (10_000 + np.random.default_rng(4).integers(-3000, 3000, 30)).tolist()
+    graph = _steps({0: shared, 1: shared}).graph()
+    run = schedule(graph)
+    prediction = predict_step_time(graph, [_observed(run)], num_draws=50, num_resamples=5)
+    assert prediction.interval.estimate == pytest.approx(
+        step_time_ns(merge_slices(graph, [_observed(run)]).timeline), rel=0.01
+    )
 
 
 def test_timing_of_the_wrong_size_is_an_error() -> None:

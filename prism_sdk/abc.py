@@ -85,14 +85,14 @@ class CalibrationContext(abc.ABC):
 
     @abc.abstractmethod
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
-        """Observe a Python module as a job of its own, one rank a slot, and return its trace (inside ``work_dir``).
-
-        For measurements beside the job, such as how long the transport takes for a message of some size.
-        """
+        """Observe a module as a job of its own, one rank a slot: its trace. For measurements beside the job."""
 
     @abc.abstractmethod
     def report(self, message: str) -> None:
         """Show one line of progress to the user."""
+
+    def progress(self, done: int, total: int, *, doing: str) -> None:  # noqa: B027 - optional
+        """Tell the display that ``done`` of ``total`` equal parts are over and what comes now; 0 starts a new pass."""
 
 
 @dataclass(frozen=True)

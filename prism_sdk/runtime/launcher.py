@@ -41,7 +41,7 @@ def launch(config: LaunchConfig) -> LaunchResult:
 
     Raises PrismError as its parts do; whatever was recorded until then is in the output already.
     """
-    with Progress(config.mode, quiet=config.quiet) as progress:
+    with Progress(config.mode, quiet=config.quiet, environ=os.environ) as progress:
         if config.mode is LaunchMode.CALIBRATE:
             from prism_sdk.runtime.calibrating import calibrate
 

@@ -47,11 +47,11 @@ class LiveArea:
         self._previous: dict[int, Any] = {}
 
     @classmethod
-    def at(cls, fd: int) -> LiveArea | None:
+    def at(cls, fd: int, *, term: str) -> LiveArea | None:
         """None where the terminal cannot do it, or is too small."""
         columns, rows = _size(fd)
         console = Console(stderr=True, force_terminal=True, width=columns)
-        if console.is_dumb_terminal or not os.environ.get("TERM") or columns < _MIN_COLUMNS or rows < _MIN_ROWS:
+        if console.is_dumb_terminal or not term or columns < _MIN_COLUMNS or rows < _MIN_ROWS:
             return None
         area = cls(fd, console)
         area._catch_signals()

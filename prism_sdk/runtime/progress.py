@@ -7,11 +7,10 @@ is livearea.py's business.
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -79,7 +78,8 @@ class Display(Protocol):
 class Progress:
     """What one launch says on stderr. Made on entering a ``with`` block; on leaving it the terminal is as before."""
 
-    def __init__(self, verb: str, *, quiet: bool = False) -> None:
+    def __init__(self, verb: str, *, quiet: bool = False, environ: Mapping[str, str]) -> None:
+        self._environ = environ
         self._verb, self._quiet, self._is_muted = verb, quiet, False
         self._started = time.monotonic()
         self._doing = "starting"
@@ -95,7 +95,7 @@ class Progress:
 
     def __enter__(self) -> Self:
         if not self._quiet:
-            self._display = _live_area()
+            self._display = _live_area(self._environ.get("TERM", ""))
             self._thread.start()
         return self
 
@@ -165,7 +165,7 @@ class Progress:
         if watched is not None and ranks is None and stage is None:
             doing = "loading torch"
         if self._devices is None:  # here and not before: the driver takes its time
-            self._devices = DeviceGauge(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            self._devices = DeviceGauge(self._environ.get("CUDA_VISIBLE_DEVICES"))
         fraction, remaining = self._how_far(ranks, stage, now)
         return Sample(
             self._verb, doing if ranks is None or stage is not None else "", now - self._started, ranks,
@@ -260,7 +260,7 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _live_area() -> Display | None:
+def _live_area(term: str) -> Display | None:
     """One at the bottom of the terminal; None where stderr is no terminal, or one that cannot do that."""
     try:
         if not sys.stderr.isatty():
@@ -270,7 +270,7 @@ def _live_area() -> Display | None:
         return None
     from prism_sdk.runtime.livearea import LiveArea
 
-    return LiveArea.at(fd)
+    return LiveArea.at(fd, term=term)
 
 
 def _write(line: str) -> None:

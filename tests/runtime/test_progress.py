@@ -42,7 +42,7 @@ JOB = """
 
 # a launcher without torch: `count` ranks that write lines to the terminal as fast as they can
 SHOW = """
-    import subprocess, sys, time
+    import os, subprocess, sys, time
     from prism_sdk.runtime.progress import Progress, Snapshot
 
     class Ranks:
@@ -51,7 +51,7 @@ SHOW = """
 
     WRITER = "import sys\\nfor i in range(300): sys.stdout.write(f'writer {sys.argv[1]} line {i} {40 * chr(120)}\\\\n')"
     if __name__ == "__main__":
-        with Progress("record") as progress, progress.watch(Ranks(), after="writing"):
+        with Progress("record", environ=os.environ) as progress, progress.watch(Ranks(), after="writing"):
             time.sleep(0.6)
             writers = [subprocess.Popen([sys.executable, "-uc", WRITER, str(n)]) for n in range(int(sys.argv[1]))]
             for writer in writers:
@@ -181,6 +181,7 @@ def test_the_area_follows_the_size_of_the_terminal(terminal: Callable[..., Termi
         ((90, 18), {}, True, True),
         ((90, 18), {"NO_COLOR": "1"}, True, False),
         ((90, 18), {"TERM": "dumb"}, False, False),
+        ((90, 18), {"TERM": ""}, False, False),
         ((40, 18), {}, True, True),
         ((20, 18), {}, False, False),
         ((90, 5), {}, False, False),
@@ -235,7 +236,7 @@ def test_quiet_says_nothing_and_rich_is_imported_for_terminals_only(tmp_path: Pa
     import sys, time
     from prism_sdk.runtime.progress import Progress
     import prism_sdk.runtime.launcher, prism_sdk.cli.main
-    with Progress("record", quiet=sys.argv[1] == "quiet") as progress:
+    with Progress("record", quiet=sys.argv[1] == "quiet", environ={}) as progress:
         progress.say("hello")
         time.sleep(0.3)
     print("rich" in sys.modules)

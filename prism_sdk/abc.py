@@ -125,6 +125,7 @@ class CalibrationStrategy(abc.ABC):
     """What the user types after ``--strategy``."""
     description: str
     """One line for ``prism plugins``."""
+    option_names: Sequence[str] | None = None  # keys of -O that it knows; None: nobody checks them for it
 
     @abc.abstractmethod
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
@@ -193,6 +194,7 @@ class ReplayBackend(abc.ABC):
     """What the user types after ``--backend``."""
     description: str
     """One line for ``prism plugins``."""
+    option_names: Sequence[str] | None = None  # keys of -O that it knows; None: nobody checks them for it
 
     @abc.abstractmethod
     def open(self, context: ReplayContext) -> ReplaySession:
@@ -208,8 +210,7 @@ class AdapterHook:
 
     ``Engine._MAP[ForwardPass]`` means the value of the mapping ``Engine._MAP`` whose key is, or is called, ForwardPass.
     Versions are those of the framework's distribution, both inclusive; absent means no bound. A hook that is missing
-    although the version is within bounds lowers the declared fidelity of the trace (``required``) or nothing at all;
-    it never stops the training.
+    although the version fits lowers the declared fidelity (``required``) or nothing; it never stops the training.
     """
 
     module: str

@@ -15,7 +15,7 @@ from pathlib import Path
 from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
@@ -94,7 +94,7 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
             world_size = reader.world_size
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
-    strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or "slices")
+    strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
     try:

@@ -21,7 +21,7 @@ from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult
+from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
@@ -162,8 +162,8 @@ def _prepare(
     if board >= 0:
         os.ftruncate(board, 1 << 42)
     facts = EmulateSpec(
-        graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or "local", ring_fds=rings,
-        board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
+        graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
+        ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
         options=dict(config.options),
     )  # fmt: skip
     return scripts, facts

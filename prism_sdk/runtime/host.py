@@ -208,8 +208,7 @@ class RankHost:
         except wire.ChannelClosed:
             self._selector.unregister(self._control)
             if not self._all_ended():
-                code = self._forkserver.poll()
-                self.fail(RunError(f"the fork server ended unexpectedly (exit status {code})"))
+                self.fail(_forkserver_ended(self._forkserver))
             return
         for kind, *details in messages:
             if kind == "ready":
@@ -350,6 +349,16 @@ def _start_forkserver(
     )  # fmt: skip
     theirs.close()
     return process, wire.Channel(ours)
+
+
+def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:
+    """Its socket closes a little before its end can be seen."""
+    how = "but still runs"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(GRACE_S)
+        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    hint = "memory may have run out: use fewer ranks or --slots" if process.returncode == -signal.SIGKILL else None
+    return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
 
 
 def _rank_failed(process: RankProcess) -> PrismError:

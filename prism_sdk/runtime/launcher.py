@@ -234,8 +234,13 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
             stale.mkdir(exist_ok=True)
             for shard in parts.glob("rank-*"):
                 shard.rename(stale / shard.name)
-            _merge(stale, saved, {"job.status": "aborted"})
-            report(f"a killed run had left shards of {output}: saved as {saved}")
+            if not _merge(stale, saved, {"job.status": "aborted"}):
+                report(f"a killed run had left shards of {output} that hold nothing that can be read: removed")
+            else:
+                with prismtrace.TraceReader(saved) as reader:
+                    num_units = sum(map(reader.num_units, reader.ranks))
+                why = "" if num_units else ": it was killed before the first of them were written"
+                report(f"a killed run had left shards of {output}: saved as {saved} ({num_units} units{why})")
         shards = Shards(parts)
         try:
             yield shards

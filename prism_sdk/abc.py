@@ -85,14 +85,14 @@ class CalibrationContext(abc.ABC):
 
     @abc.abstractmethod
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
-        """Observe a Python module as a job of its own, one rank a slot, and return its trace (inside ``work_dir``).
-
-        For measurements beside the job, such as how long the transport takes for a message of some size.
-        """
+        """Observe a module as a job of its own, one rank a slot: its trace. For measurements beside the job."""
 
     @abc.abstractmethod
     def report(self, message: str) -> None:
         """Show one line of progress to the user."""
+
+    def progress(self, done: int, total: int, *, doing: str) -> None:  # noqa: B027 - optional
+        """Tell the display that ``done`` of ``total`` equal parts are over and what comes now; 0 starts a new pass."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class CalibrationStrategy(abc.ABC):
     """What the user types after ``--strategy``."""
     description: str
     """One line for ``prism plugins``."""
+    option_names: Sequence[str] | None = None  # keys of -O that it knows; None: nobody checks them for it
 
     @abc.abstractmethod
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
@@ -193,6 +194,7 @@ class ReplayBackend(abc.ABC):
     """What the user types after ``--backend``."""
     description: str
     """One line for ``prism plugins``."""
+    option_names: Sequence[str] | None = None  # keys of -O that it knows; None: nobody checks them for it
 
     @abc.abstractmethod
     def open(self, context: ReplayContext) -> ReplaySession:
@@ -208,8 +210,7 @@ class AdapterHook:
 
     ``Engine._MAP[ForwardPass]`` means the value of the mapping ``Engine._MAP`` whose key is, or is called, ForwardPass.
     Versions are those of the framework's distribution, both inclusive; absent means no bound. A hook that is missing
-    although the version is within bounds lowers the declared fidelity of the trace (``required``) or nothing at all;
-    it never stops the training.
+    although the version fits lowers the declared fidelity (``required``) or nothing; it never stops the training.
     """
 
     module: str

@@ -190,13 +190,17 @@ class PluginError(PrismError):
 class BrokenPluginError(PluginError):
     """A plugin failed to load or to register; ``reason`` is the one line that says why."""
 
-    def __init__(self, plugin: str, *, reason: str, distribution: str | None = None, context: str = "") -> None:
+    def __init__(
+        self, plugin: str, *, reason: str, distribution: str | None = None, context: str = "", source: str | None = None
+    ) -> None:  # fmt: skip
         origin = f" (from {distribution})" if distribution else ""
         super().__init__(
             f"{context}the plugin {plugin!r}{origin} is broken: {reason}",
             plugin=plugin,
             distribution=distribution,
-            hint="`prism plugins` lists broken plugins; fix or uninstall it, or set PRISM_DISABLE_PLUGINS to its name",
+            hint=f"it is what --plugin names: correct {source}, or leave the option out"
+            if source is not None
+            else "`prism plugins` lists broken plugins; fix or uninstall it, or set PRISM_DISABLE_PLUGINS to its name",
         )
         self.reason = reason
 

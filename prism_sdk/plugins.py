@@ -202,8 +202,9 @@ class PluginManager:
             BrokenPluginError: it does not load or register.
             UnknownNameError: ``PRISM_LOAD_PLUGINS`` names a plugin that is not installed.
         """
-        self._collect()
         for entry in self._entries:
+            if entry.asked_for:  # of what the user named all kinds count
+                self._ask(entry, tuple(_KINDS))
             if entry.asked_for and entry.status == "broken":
                 raise self._broken(entry)
         for name in self._settings.load_plugins or ():
@@ -282,13 +283,16 @@ class PluginManager:
             return
         self._collected = True
         for entry in self._entries:
-            if entry.status != "ok" or entry.objects is not None:
-                continue
-            try:
-                entry.objects = {kind: self._register_kind(entry, kind) for kind in self._kinds}
-            except (Exception, SystemExit) as error:
-                entry.break_(discovery.one_line(error))
-                self._pm.unregister(name=entry.candidate.name)
+            self._ask(entry, self._kinds)
+
+    def _ask(self, entry: _Entry, kinds: Sequence[str]) -> None:
+        if entry.status != "ok" or entry.objects is not None:
+            return
+        try:
+            entry.objects = {kind: self._register_kind(entry, kind) for kind in kinds}
+        except (Exception, SystemExit) as error:
+            entry.break_(discovery.one_line(error))
+            self._pm.unregister(name=entry.candidate.name)
 
     def _register_kind(self, entry: _Entry, kind: str) -> list[Any]:
         hook_name, cls = _KINDS[kind]
@@ -364,8 +368,9 @@ class PluginManager:
     def _broken(self, entry: _Entry, *, context: str = "") -> BrokenPluginError:
         candidate = entry.candidate
         return BrokenPluginError(
-            candidate.name, reason=entry.reason or "unknown", distribution=candidate.distribution, context=context
-        )
+            candidate.name, reason=entry.reason or "unknown", distribution=candidate.distribution, context=context,
+            source=candidate.module if candidate.origin == "named" else None,
+        )  # fmt: skip
 
     def _owner_of(self, name: str) -> str:
         return next(e.candidate.described for e in self._entries if e.candidate.name == name and e.status == "ok")
@@ -374,15 +379,9 @@ class PluginManager:
         candidate, objects = entry.candidate, entry.objects or {}
         names = {_plural(kind): tuple(item.name for item in objects.get(kind, ())) for kind in _KINDS}
         return PluginRecord(
-            name=candidate.name,
-            origin=candidate.origin,
-            module=candidate.module,
-            distribution=candidate.distribution,
-            version=candidate.version,
-            status=entry.status,
-            reason=entry.reason,
-            **names,
-        )
+            name=candidate.name, origin=candidate.origin, module=candidate.module, distribution=candidate.distribution,
+            version=candidate.version, status=entry.status, reason=entry.reason, **names,
+        )  # fmt: skip
 
     # --- tracing -----------------------------------------------------------------------------------------------------
 

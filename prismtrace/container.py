@@ -124,7 +124,7 @@ def parse_trailer(raw: bytes, *, path: str, offset: int) -> tuple[int, int]:
     """Offset and length of the footer record."""
     footer_offset, footer_length, reserved, crc, magic = TRAILER.unpack(raw)
     if magic != MAGIC:
-        message = "no footer: the writer did not finish, or the end is cut off; `recover` it or allow_unfinished=True"
+        message = "no footer: the writer did not finish, or the end is cut off (`prism recover` saves what is whole)"
         raise TraceUnfinishedError(message, path=path, offset=offset)
     if zlib.crc32(raw[:20]) != crc:
         raise TraceChecksumError("checksum of the trailer", path=path, offset=offset)

@@ -76,6 +76,7 @@ class _Diff:
         self._a, self._b, self._ignored = a, b, ignored
         self._found = Found(max_items)
         self._groups = (group_numbers(a.groups), group_numbers(b.groups))
+        self._same_groups = dict(a.groups) == dict(b.groups)
 
     def _wants(self, *categories: str) -> bool:
         return any(category not in self._ignored for category in categories)
@@ -99,8 +100,7 @@ class _Diff:
             tuple(found.structure) if self._wants("structure") else (),
             timing,
             tuple(item for item in found.values if item.category not in self._ignored),
-            sum(a.num_units(rank) for rank in a.ranks),
-            sum(b.num_units(rank) for rank in b.ranks),
+            *(reader._index.total_rows(TableKind.UNITS) for reader in (a, b)),
             len(identical),
             found.largest,
             tuple(sorted(self._ignored)),
@@ -113,9 +113,12 @@ class _Diff:
             if before != after:
                 texts = [getattr(value, "name", str(value)).lower() for value in (before, after)]
                 found.add("header", name, *texts)
-        for rank in sorted(set(a.ranks) ^ set(b.ranks)):
-            units = [reader.num_units(rank) if rank in reader.ranks else None for reader in (a, b)]
-            found.add("ranks", f"rank {rank}", *(None if count is None else f"{count} units" for count in units))
+        present = [reader._index.rank_set for reader in (a, b)]  # a small file may name a million
+        single = sorted(present[0] ^ present[1])
+        for rank in single[: found.max_items]:
+            texts = [f"{r.num_units(rank)} units" if rank in of else None for r, of in zip((a, b), present, strict=True)]
+            found.add("ranks", f"rank {rank}", *texts)
+        found.counts["ranks"] += max(len(single) - found.max_items, 0)
         for key in sorted(set(a.metadata) | set(b.metadata)):
             before, after = a.metadata.get(key), b.metadata.get(key)
             if before != after:
@@ -144,11 +147,11 @@ class _Diff:
         """Whether all chunks of both files, those of roles too, are the same bytes in the same order."""
         a, b = (reader._index.chunk_entries for reader in (self._a, self._b))
         same = len(a) == len(b) and not any((a[name] != b[name]).any() for name in _IDENTITY)
-        return same and dict(self._a.groups) == dict(self._b.groups)
+        return same and self._same_groups
 
     def _same_bytes(self, rank: int) -> bool:
         """Whether the tables of a rank are the same bytes in both files; those of roles are decoded."""
-        if dict(self._a.groups) != dict(self._b.groups):
+        if not self._same_groups:
             return False
         for kind in TABLES:
             mine, other = (reader._index.entries(kind, rank) for reader in (self._a, self._b))

@@ -151,6 +151,12 @@ class Index:
         """Rows of one table of one rank."""
         return int(self.entries(table, rank)["num_rows"].sum(dtype=np.int64))
 
+    def total_rows(self, table: TableKind) -> int:
+        """Rows of one table, over all ranks."""
+        place, rank = self._by_rank
+        entries = self.chunk_entries[place[rank != ROLE_RANK]]
+        return int(entries["num_rows"][entries["table"] == int(table)].sum(dtype=np.int64))
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks with rows in a table that this library knows, sorted."""

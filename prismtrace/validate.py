@@ -63,7 +63,8 @@ def finding(code: str, message: str, where: str) -> Finding:
 
 def _unreadable(error: PrismTraceError) -> Finding:
     offset = getattr(error, "offset", None)
-    return finding("PT001", str(error), "file" if offset is None else f"byte {offset}")
+    message = error.message if isinstance(error, TraceFormatError) else str(error)  # `where` has the offset
+    return finding("PT001", message, "file" if offset is None else f"byte {offset}")
 
 
 def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:

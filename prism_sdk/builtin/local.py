@@ -33,6 +33,7 @@ class LocalBackend(ReplayBackend):
     """Holds the rank itself; needs neither peers nor a network."""
 
     name = "local"
+    option_names = ()
     description = "hold each communication until the graph's time; no peers"
 
     def open(self, context: ReplayContext) -> ReplaySession:

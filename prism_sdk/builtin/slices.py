@@ -54,6 +54,7 @@ class Slices(CalibrationStrategy):
     """Slice by slice, with means over steps, waiting stripped from transfers, repeated until nothing changes."""
 
     name = "slices"
+    option_names = ("passes", "transfers", "warmup_steps")
     description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
@@ -70,9 +71,12 @@ class Slices(CalibrationStrategy):
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
             for position, ranks in enumerate(slices):
-                context.report(f"pass {index + 1}, slice {position + 1} of {len(slices)}: ranks {_short(ranks)}")
+                doing = f"pass {index + 1}, slice {position + 1} of {len(slices)}"
+                context.report(f"{doing}: ranks {_short(ranks)}")
+                context.progress(position, len(slices), doing=doing)
                 trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
                 measured.append(JobGraph.load(trace))
+            context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
             before, calibration = (
                 calibration,
@@ -118,6 +122,7 @@ class Slices(CalibrationStrategy):
         if all(any(s.issuperset(group.ranks) for s in slices) for group in graph.groups.values()):
             return None
         if options.transfers == "probe":
+            context.progress(0, 1, doing="measuring the transport")
             context.report("measuring this machine's transport, for groups larger than a slice")
             trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
             model = TransferModel.fit(JobGraph.load(trace))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from prism_sdk.cli.output import format_bytes
+from prism_sdk.runtime.config import DEFAULT_BACKEND, DEFAULT_STRATEGY
 from prism_sdk.settings import Settings
 
 __all__ = ["Check", "run_checks"]
@@ -250,4 +251,14 @@ def _plugins() -> Iterator[Check]:
     for error in manager.duplicates():
         yield Check("plugin names", "problem", error.message, error.hint)
     usable = sum(record.status == "ok" for record in records)
-    yield Check("plugins", "ok", f"{usable} usable")
+    off = [record.name for record in records if record.status == "disabled"]
+    detail = f"{usable} usable" + (f", {len(off)} disabled ({', '.join(off)})" if off else "")
+    missing = [f"{verb} (its {kind} {name!r} is not there)"
+               for verb, kind, name, known in (("calibrate", "strategy", DEFAULT_STRATEGY, manager.strategies()),
+                                               ("emulate", "backend", DEFAULT_BACKEND, manager.backends()))
+               if name not in known]  # fmt: skip
+    if missing:
+        hint = "unset PRISM_DISABLE_PLUGINS" if off else "reinstall prismtrace"
+        yield Check("plugins", "problem", f"{detail}; by default these cannot run: {', '.join(missing)}", hint)
+    else:
+        yield Check("plugins", "ok", detail)

@@ -16,10 +16,19 @@ import click
 from prism_sdk.cli.output import echo_json
 from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.runtime.config import (
+    DEFAULT_BACKEND,
+    DEFAULT_STRATEGY,
+    RUNTIME_OPTIONS,
+    LaunchConfig,
+    LaunchMode,
+    LaunchResult,
+    PayloadMode,
+)
 from prism_sdk.settings import Settings
 
 if TYPE_CHECKING:
+    from prism_sdk.abc import CalibrationStrategy, ReplayBackend
     from prism_sdk.plugins import PluginManager
 
 __all__ = ["CONTEXT_SETTINGS", "launch_command", "option", "run_launch"]
@@ -265,15 +274,34 @@ def _checked_plugins(config: LaunchConfig, settings: Settings) -> PluginManager:
     """Load plugins, and raise for everything that the user named and that cannot be used."""
     from prism_sdk.plugins import PluginManager
 
-    manager = PluginManager(settings, named=config.plugins, report=lambda line: click.echo(line, err=True))
+    is_replayed = config.mode in (LaunchMode.CALIBRATE, LaunchMode.EMULATE)
+    kinds = (["adapter"] if config.adapters else []) + (["strategy", "backend"] if is_replayed else [])
+    manager = PluginManager(
+        settings, named=config.plugins, only=kinds, report=lambda line: click.echo(line, err=True)
+    )  # fmt: skip
     manager.check_named()
-    if config.strategy is not None:
-        manager.strategy(config.strategy)
-    if config.backend is not None:
-        manager.backend(config.backend)
+    users: list[CalibrationStrategy | ReplayBackend] = []
+    if config.mode is LaunchMode.CALIBRATE:
+        users.append(manager.strategy(config.strategy or DEFAULT_STRATEGY))
+    if is_replayed:
+        users.append(manager.backend(config.backend or DEFAULT_BACKEND))
     for name in config.adapters or ():
         manager.adapter(name)
+    _check_options(config, users)
     return manager
+
+
+def _check_options(config: LaunchConfig, users: Sequence[CalibrationStrategy | ReplayBackend]) -> None:
+    """Refuse keys of -O that nobody reads; a plugin that does not say which it reads may read any."""
+    names = [user.option_names for user in users] + ([RUNTIME_OPTIONS] if users else [])
+    if any(known is None for known in names):
+        return
+    known = sorted({name for one in names for name in one or ()})
+    for name in config.options:
+        if name not in known:
+            of = " and ".join(f"{user.name!r}" for user in users)
+            hint = f"with {of} there are: {', '.join(known)}" if known else f"prism {config.mode} has none"
+            raise UsageError(f"there is no -O option {name!r}", hint=hint)
 
 
 def _report(config: LaunchConfig, result: LaunchResult) -> None:

@@ -141,7 +141,7 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
     """Read a profile: a path, or the name of one that ships (``builtin_profiles``).
 
     Raises:
-        UnreadableError: there is no such file.
+        UnreadableError: there is no such file, or it is not TOML; says where.
         ClusterError: it is no valid profile; says which key, and what it should be.
     """
     name = os.fspath(source)
@@ -155,8 +155,10 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ClusterError(name, "TOML", str(error)) from error
+    except UnicodeDecodeError as error:
+        raise UnreadableError(name, reason=f"it is not UTF-8 text, at byte {error.start}: no TOML file") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UnreadableError(name, reason=f"it is not TOML: {error}", hint="docs/cluster.md has an example") from error
     return parse_cluster(data, file=name)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,7 @@ from prism_sdk.nccl.format import (
 
 __all__ = ["RawFile", "checksum", "read_blocks"]
 
+_TRACE_MAGIC = b"\x89PRSM"  # with which a PrismTrace of any version begins
 _ENTRY = {BlockKind.STRINGS: STRING, BlockKind.COMMS: COMM, BlockKind.CLOCK: CLOCK, BlockKind.COUNTERS: COUNTERS}
 
 
@@ -123,7 +123,7 @@ def _header(name: str, data: NDArray[np.uint8]) -> Any:
     magic = data[: len(MAGIC)].tobytes()
     if magic != MAGIC:
         what = "it is empty" if not len(data) else "it is not a record file of the NCCL profiler"
-        raise UnreadableError(name, reason=what, hint=_hint(Path(name)))
+        raise UnreadableError(name, reason=what, hint=_hint(data))
     if len(data) < HEADER.itemsize:
         raise UnreadableError(name, reason=f"it ends within its header, at byte {len(data)}")
     header = data[: HEADER.itemsize].view(HEADER)[0]
@@ -137,8 +137,12 @@ def _header(name: str, data: NDArray[np.uint8]) -> Any:
     return header
 
 
-def _hint(path: Path) -> str | None:
-    return "a trace: `prism info` shows it" if path.suffix == ".prism" else None
+def _hint(data: NDArray[np.uint8]) -> str | None:
+    if not len(data):
+        return "did the job use NCCL, with NCCL_PROFILER_PLUGIN set? `prism observe --nccl-profiler` does it all"
+    if data[: len(_TRACE_MAGIC)].tobytes() == _TRACE_MAGIC:
+        return "a trace: `prism info` shows it; its record files are in the folder FILE.nccl beside it"
+    return None
 
 
 def _block_at(data: NDArray[np.uint8], at: int) -> Any | None:

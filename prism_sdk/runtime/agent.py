@@ -30,6 +30,7 @@ from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
+from prism_sdk.runtime.stepboard import step_cell
 from prism_sdk.runtime.tracer import Tracer, open_shard
 from prismtrace import GraphKind, PrismTraceError, TraceWriteError
 
@@ -50,6 +51,7 @@ class Agent:
         self.channel = channel
         writer = open_shard(spec.parts_dir, spec.rank, _GRAPH_KINDS[spec.mode], spec.world_size, dict(spec.metadata))
         self.tracer = Tracer(spec.rank, writer)
+        self.tracer.step_cell = step_cell(*spec.step_board)
         self.seam = self._make_seam()
         self.interceptor = Interceptor(self.seam)
         self._adapters = contextlib.ExitStack()

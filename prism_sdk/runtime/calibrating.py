@@ -15,10 +15,11 @@ from pathlib import Path
 from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode
+from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
-from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
+from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
+from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
 from prismtrace import TraceReader
 
@@ -26,12 +27,12 @@ from prismtrace import TraceReader
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes."""
 
-    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, report: Report) -> None:
+    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress) -> None:
         self._config = config
         self._graph = graph
         self._work_dir = work_dir
         self._world_size = world_size
-        self._report = report
+        self._progress = progress
 
     @property
     def graph_path(self) -> Path:
@@ -60,7 +61,8 @@ class SliceContext(CalibrationContext):
     def run_slice(self, ranks: Sequence[int], *, graph_path: Path, label: str) -> Path:
         output = self._work_dir / f"{label}.prism"
         config = replace(self._config, output=output, quiet=True, local_ranks_filter=(), num_slots=None)
-        run_sandbox(config, self._graph, tuple(sorted(ranks)), lambda text: None, times=graph_path)
+        with self._progress.muted():
+            run_sandbox(config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path)
         return output
 
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
@@ -70,14 +72,18 @@ class SliceContext(CalibrationContext):
             nproc_per_node=num_ranks, num_nodes=1, master_port=None, output=output, quiet=True,
             local_ranks_filter=(), payloads=PayloadMode.NONE,
         )  # fmt: skip
-        run_job(config, AllAtOnce(), lambda text: None)
+        with self._progress.muted():
+            run_job(config, AllAtOnce(), self._progress)
         return output
 
     def report(self, message: str) -> None:
-        self._report(message)
+        self._progress.say(message)
+
+    def progress(self, done: int, total: int, *, doing: str) -> None:
+        self._progress.stage(done, total, doing)
 
 
-def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
+def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     """Run the chosen strategy on the graph of `config`."""
     check_target(config)
     if config.graph is None:
@@ -88,14 +94,14 @@ def calibrate(config: LaunchConfig, report: Report) -> LaunchResult:
             world_size = reader.world_size
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
-    strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or "slices")
+    strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
     try:
-        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, report))
+        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
-    report(_sentence(result))
+    progress.say(_sentence(result))
     wall_ns = time.monotonic_ns() - started
     summary = asdict(result) | {"output": str(result.output)}
     return LaunchResult(0, result.output, world_size, wall_ns, summary)

@@ -11,7 +11,20 @@ from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
 
-__all__ = ["LaunchConfig", "LaunchMode", "LaunchResult", "PayloadMode", "StepRange"]
+__all__ = [
+    "DEFAULT_BACKEND",
+    "DEFAULT_STRATEGY",
+    "RUNTIME_OPTIONS",
+    "LaunchConfig",
+    "LaunchMode",
+    "LaunchResult",
+    "PayloadMode",
+    "StepRange",
+]
+
+DEFAULT_STRATEGY, DEFAULT_BACKEND = "slices", "local"
+RUNTIME_OPTIONS = ("prefetch_bytes",)
+"""Keys of ``-O`` that the runtime reads where ranks are replayed; others are the strategy's and the backend's."""
 
 
 def _no_options() -> Mapping[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from prism_sdk.errors import CollectiveMismatchError
@@ -18,6 +18,7 @@ from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post
+from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.standing import (
     DONE,
     LENT,
@@ -59,7 +60,6 @@ class Coordinator(Policy):
         self._waiters: dict[Key, list[int]] = {}
         self._deadlock_since = 0
         self.num_switches = 0
-        self._last_switches = (0, time.monotonic_ns())
 
     # -- life of ranks ----------------------------------------------------------------------------------------------
 
@@ -79,20 +79,17 @@ class Coordinator(Policy):
         state.state = DONE
         self._grant()
 
-    def status(self) -> str:
-        if not self._states:
-            return "torch is being loaded"
-        counts = dict.fromkeys((NEW, RUNNING, WAITING, READY, LENT, DONE), 0)
-        for state in self._states.values():
-            counts[state.state] += 1
-        now = time.monotonic_ns()
-        rate = (self.num_switches - self._last_switches[0]) / max((now - self._last_switches[1]) / 1e9, 1e-9)
-        self._last_switches = (self.num_switches, now)
-        steps = [state.step for state in self._states.values()]
-        return (
-            f"running {counts[RUNNING] + counts[LENT]}, parked {counts[WAITING] + counts[READY]}, "
-            f"not started {counts[NEW]}, done {counts[DONE]}; step {min(steps)}..{max(steps)}; {rate:.0f} switches/s"
-        )
+    def snapshot(self) -> Snapshot | None:
+        states = list(self._states.values())  # at once: the progress display asks from another thread
+        if not states:
+            return None
+        counts = Counter(state.state for state in states)
+        steps = [state.step for state in states]
+        return Snapshot(
+            num_running=counts[RUNNING] + counts[LENT], num_parked=counts[WAITING] + counts[READY],
+            num_new=counts[NEW], num_done=counts[DONE], first_step=min(steps), last_step=max(steps),
+            num_switches=self.num_switches,
+        )  # fmt: skip
 
     # -- slots ------------------------------------------------------------------------------------------------------
 

@@ -21,12 +21,13 @@ from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult
+from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
-from prism_sdk.runtime.launcher import AllAtOnce, Report, check_target, run_job
+from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.manifest import Script, read_scripts
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
+from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
 from prismtrace import GraphKind, Op, TraceReader
 
@@ -37,8 +38,8 @@ _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all o
 class SandboxPolicy(AllAtOnce):
     """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, end_step: int) -> None:
+        super().__init__(end_step=end_step)
         self._store = KeyValues()
         self._waiting: dict[int, tuple[Any, ...]] = {}  # store requests without an answer yet
         self._asked_ns: dict[int, int] = {}
@@ -73,31 +74,34 @@ class SandboxPolicy(AllAtOnce):
                 self.host.send(rank, ("store", None, text, []))
 
 
-def emulate(config: LaunchConfig, report: Report) -> LaunchResult:
+def emulate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     """Run the sandbox ranks of `config` against its graph."""
     check_target(config)
     if config.graph is None:
         raise UsageError("no graph was given", hint="prism emulate --graph calibrated.prism -- train.py ARGS")
     sandbox = tuple(sorted(set(config.sandbox))) or (0,)
-    return run_sandbox(config, config.graph, sandbox, report)
+    return run_sandbox(config, config.graph, sandbox, progress)
 
 
 def run_sandbox(
-    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], report: Report, *, times: Path | None = None
+    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None
 ) -> LaunchResult:
     """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given."""
     work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
     try:
-        scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, report)
+        progress.doing("contracting the graph")
+        scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, progress.say)
+        end_step = max(script.last_step for script in scripts.values()) + 1
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         try:
             with _assistants(facts, scripts, work, pin=config.pin, world_size=config.world_size):
+                policy = SandboxPolicy(end_step=end_step)
                 result = run_job(
-                    replace(config, mode=LaunchMode.EMULATE), SandboxPolicy(), report, ranks=sandbox, emulate=facts,
+                    replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox, emulate=facts,
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
                     descriptors=fds,
                 )  # fmt: skip
-            _check_the_rest(result, scripts, graph_path, report)
+            _check_the_rest(result, scripts, graph_path, progress.say)
             return result
         finally:
             for fd in fds:
@@ -158,8 +162,8 @@ def _prepare(
     if board >= 0:
         os.ftruncate(board, 1 << 42)
     facts = EmulateSpec(
-        graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or "local", ring_fds=rings,
-        board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
+        graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
+        ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
         options=dict(config.options),
     )  # fmt: skip
     return scripts, facts

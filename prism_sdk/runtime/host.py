@@ -24,6 +24,7 @@ from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunEr
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL, as long as no rank ends; each rank that ends renews it
@@ -76,9 +77,9 @@ class Policy(ABC):
     def tick(self) -> None:  # noqa: B027 - optional
         """Called at least ten times a second."""
 
-    def status(self) -> str:
-        """One line for the progress display."""
-        return ""
+    def snapshot(self) -> Snapshot | None:
+        """Where the ranks stand, for the progress display, which asks from a thread of its own; None: not there yet."""
+        return None
 
 
 class RankHost:
@@ -100,8 +101,6 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._started_ns = time.monotonic_ns()
-        self._last_status_ns = self._started_ns
         self._forkserver, self._control = _start_forkserver(environment, descriptors)
         _allow_descriptors(len(specs))
 
@@ -152,12 +151,6 @@ class RankHost:
             else:
                 key.data()
         self.policy.tick()
-        now = time.monotonic_ns()
-        if now - self._last_status_ns > 2_000_000_000:
-            self._last_status_ns = now
-            text = self.policy.status()
-            if text:
-                self.report(f"{(now - self._started_ns) / 1e9:6.1f} s  {text}")
 
     def _accept(self) -> None:
         sock = wire.accept(self._server)
@@ -215,8 +208,7 @@ class RankHost:
         except wire.ChannelClosed:
             self._selector.unregister(self._control)
             if not self._all_ended():
-                code = self._forkserver.poll()
-                self.fail(RunError(f"the fork server ended unexpectedly (exit status {code})"))
+                self.fail(_forkserver_ended(self._forkserver))
             return
         for kind, *details in messages:
             if kind == "ready":
@@ -357,6 +349,16 @@ def _start_forkserver(
     )  # fmt: skip
     theirs.close()
     return process, wire.Channel(ours)
+
+
+def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:
+    """Its socket closes a little before its end can be seen."""
+    how = "but still runs"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(GRACE_S)
+        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    hint = "memory may have run out: use fewer ranks or --slots" if process.returncode == -signal.SIGKILL else None
+    return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
 
 
 def _rank_failed(process: RankProcess) -> PrismError:

@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,10 +30,10 @@ from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ncclrecords import join_records, prepare_records
+from prism_sdk.runtime.progress import Progress, Report, Snapshot
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
-
-Report = Callable[[str], None]
+from prism_sdk.runtime.stepboard import StepBoard
 
 
 def launch(config: LaunchConfig) -> LaunchResult:
@@ -41,28 +41,16 @@ def launch(config: LaunchConfig) -> LaunchResult:
 
     Raises PrismError as its parts do; whatever was recorded until then is in the output already.
     """
-    report = _reporter(config)
-    if config.mode is LaunchMode.CALIBRATE:
-        from prism_sdk.runtime.calibrating import calibrate
+    with Progress(config.mode, quiet=config.quiet, environ=os.environ) as progress:
+        if config.mode is LaunchMode.CALIBRATE:
+            from prism_sdk.runtime.calibrating import calibrate
 
-        return calibrate(config, report)
-    if config.mode is LaunchMode.EMULATE:
-        from prism_sdk.runtime.emulating import emulate
+            return calibrate(config, progress)
+        if config.mode is LaunchMode.EMULATE:
+            from prism_sdk.runtime.emulating import emulate
 
-        return emulate(config, report)
-    return run_job(config, _policy(config), report)
-
-
-def _reporter(config: LaunchConfig) -> Report:
-    if config.quiet:
-        return lambda text: None
-    return lambda text: _say(f"prism {config.mode}: {text}\n")
-
-
-def _say(line: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that is gone must not end the job
-        sys.stderr.write(line)
-        sys.stderr.flush()
+            return emulate(config, progress)
+        return run_job(config, _policy(config), progress)
 
 
 def _policy(config: LaunchConfig) -> Policy:
@@ -76,31 +64,45 @@ def _policy(config: LaunchConfig) -> Policy:
 class AllAtOnce(Policy):
     """Every rank runs from the start (observe, emulate)."""
 
-    def __init__(self) -> None:
-        self._running = 0
-        self._total = 0
+    def __init__(self, *, end_step: int | None = None) -> None:
+        self._end_step = end_step
+        self._connected: set[int] = set()
+        self._ended: set[int] = set()
+        self.board: StepBoard | None = None
+        self._num_ranks = self._num_virtual = 0
 
     def start(self) -> None:
-        self._total = len(self.host.specs)
+        self._num_ranks = len(self.host.specs)
+        if any(spec.emulate for spec in self.host.specs.values()):
+            self._num_virtual = next(iter(self.host.specs.values())).world_size - self._num_ranks
         for rank in self.host.specs:
             self.host.spawn(rank)
 
     def connected(self, rank: int) -> None:
-        self._running += 1
+        self._connected.add(rank)
 
     def ended(self, rank: int) -> None:
-        self._running -= 1
+        self._ended.add(rank)
 
-    def status(self) -> str:
-        return f"{self._running} of {self._total} ranks running" if self._total else "torch is being loaded"
+    def snapshot(self) -> Snapshot | None:
+        if not self._num_ranks:
+            return None
+        steps, num_done = [] if self.board is None else self.board.steps(), len(self._ended)
+        num_running = len(self._connected - self._ended)
+        return Snapshot(
+            num_running=num_running, num_done=num_done, num_new=max(self._num_ranks - num_running - num_done, 0),
+            num_virtual=self._num_virtual, first_step=min(steps, default=None), last_step=max(steps, default=None),
+            end_step=self._end_step,
+        )  # fmt: skip
 
 
 def run_job(
-    config: LaunchConfig, policy: Policy, report: Report, *, ranks: Sequence[int] | None = None,
+    config: LaunchConfig, policy: Policy, progress: Progress, *, ranks: Sequence[int] | None = None,
     emulate: EmulateSpec | None = None, metadata: Mapping[str, str] | None = None, descriptors: Sequence[int] = (),
 ) -> LaunchResult:  # fmt: skip
     """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
     check_target(config)
+    report = progress.say
     recorded = _recorded(config)
     skew = recorded.get("job.moe_skew") if config.moe_skew is None else config.moe_skew
     config = replace(
@@ -119,11 +121,15 @@ def run_job(
     if config.mode is LaunchMode.OBSERVE:
         check_port(config, *master)
     arena_fd = create_arena(world_size) if config.mode is LaunchMode.RECORD else -1
+    board_fd = -1
+    if isinstance(policy, AllAtOnce):
+        policy.board = StepBoard(len(ranks))
+        board_fd = policy.board.fd
     facts = {**_metadata(config), **(metadata or {})}
     with Interrupts() as interrupts, _parts(config.output, report) as shards:
         parts = shards.folder
         specs = [
-            _rank_spec(config, rank, position, parts, token, arena_fd, emulate, facts, len(ranks), master)
+            _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks), master)
             for position, rank in enumerate(ranks)
         ]
         environment = _environment(config)
@@ -132,16 +138,18 @@ def run_job(
         error: PrismError | None = None
         host = RankHost(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
-            descriptors=[*descriptors, *([arena_fd] if arena_fd >= 0 else [])],
+            descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
         )  # fmt: skip
         try:
             report(f"{len(ranks)} of {world_size} ranks, torch is being loaded")
-            host.run()
+            with progress.watch(policy, after=f"writing {config.output.name}"):
+                host.run()
         except PrismError as failure:
             error = failure
         finally:
-            if arena_fd >= 0:
-                os.close(arena_fd)
+            for fd in (arena_fd, board_fd):
+                if fd >= 0:
+                    os.close(fd)
         report_lowered([process.summary for process in host.ranks.values()])
         closing = {"job.status": "complete" if error is None else "aborted", "job.error": str(error or "")}
         for process in host.ranks.values():
@@ -226,8 +234,13 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
             stale.mkdir(exist_ok=True)
             for shard in parts.glob("rank-*"):
                 shard.rename(stale / shard.name)
-            _merge(stale, saved, {"job.status": "aborted"})
-            report(f"a killed run had left shards of {output}: saved as {saved}")
+            if not _merge(stale, saved, {"job.status": "aborted"}):
+                report(f"a killed run had left shards of {output} that hold nothing that can be read: removed")
+            else:
+                with prismtrace.TraceReader(saved) as reader:
+                    num_units = sum(map(reader.num_units, reader.ranks))
+                why = "" if num_units else ": it was killed before the first of them were written"
+                report(f"a killed run had left shards of {output}: saved as {saved} ({num_units} units{why})")
         shards = Shards(parts)
         try:
             yield shards
@@ -238,7 +251,7 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
 
 def _rank_spec(
     config: LaunchConfig, rank: int, position: int, parts: Path, token: str, arena_fd: int,
-    emulate: EmulateSpec | None, metadata: Mapping[str, str], num_here: int,
+    board_fd: int, emulate: EmulateSpec | None, metadata: Mapping[str, str], num_here: int,
     master: tuple[str, int],
 ) -> RankSpec:  # fmt: skip
     local_rank = rank % config.nproc_per_node
@@ -257,8 +270,8 @@ def _rank_spec(
         is_module=config.is_module, arguments=config.arguments, parts_dir=parts.absolute(), token=token,
         environment={key: str(value) for key, value in environment.items()}, metadata=metadata,
         cpus=_cpus(config, position, num_here), payloads=config.payloads or PayloadMode.FULL,
-        steps=config.steps or StepRange(), arena_fd=arena_fd, emulate=emulate, plugins=config.plugins,
-        adapters=config.adapters, stdout_to_stderr=config.json,
+        steps=config.steps or StepRange(), arena_fd=arena_fd, step_board=(board_fd, position), emulate=emulate,
+        plugins=config.plugins, adapters=config.adapters, stdout_to_stderr=config.json,
         unset=() if "PYTHONHASHSEED" in os.environ else ("PYTHONHASHSEED",),
         silent=shown is not None and local_rank not in shown, device=config.device, num_devices=config.nproc_per_node,
         adapter_options={} if config.moe_skew is None else {"moe_skew": str(config.moe_skew)},

@@ -46,6 +46,7 @@ class RankSpec:
     payloads: PayloadMode = PayloadMode.NONE
     steps: StepRange = field(default_factory=StepRange)
     arena_fd: int = -1
+    step_board: tuple[int, int] = (-1, 0)  # its descriptor, and the place of this rank on it
     emulate: EmulateSpec | None = None
     plugins: tuple[str, ...] = ()
     adapters: tuple[str, ...] | None = None

@@ -88,6 +88,7 @@ class Tracer:
         self._memory_since = 0
         self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
         self.step = 0
+        self.step_cell: memoryview | None = None  # where the launcher looks for it
         self._step_start = ABSENT
         self._step_cpu = 0
         self._last_flush = now_ns()
@@ -275,6 +276,8 @@ class Tracer:
         )
         self._step_start, self._step_cpu, self._memory_peak, self._num_backwards = end_ns, cpu_ns, 0, 0
         self.step += 1
+        if self.step_cell is not None:
+            self.step_cell[0] = self.step
         self._bounds.append((unit, self.step))
         if len(self._rows) >= FLUSH_ROWS or now_ns() - self._last_flush > FLUSH_INTERVAL_NS:
             self._open = {unit: step for unit, step in self._open.items() if step >= self.step - 1}  # else given up

@@ -10,6 +10,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -291,7 +292,7 @@ def load(
         GraphError: or a subclass: ranks do not fit together.
     """
     if not isinstance(source, TraceReader):
-        with TraceReader(os.fspath(source)) as reader:
+        with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return load(reader, ranks=ranks, steps=steps, change=change, with_sizes=with_sizes,
                         transfers_needed=transfers_needed)  # fmt: skip
     reader = source
@@ -311,9 +312,14 @@ def load(
     if not chosen or not loader._num_weights:
         raise GraphError(f"{reader.path} has no units at all: there is nothing to simulate")
     try:
-        return loader.finish(reader)
-    except GraphError:
+        job = loader.finish(reader)
+    except GraphError as error:
+        if reader.unfinished:
+            error.hint = "the file is unfinished: --steps A:B takes the steps that all ranks have as a whole"
+            raise
         # the general matching names each fault, rank by rank; it needs more memory, so it is asked only now
         if change is None:
             JobGraph.load(reader, ranks=ranks, steps=steps)
         raise
+    note = ("the file is unfinished: what was written before the end is simulated",) if reader.unfinished else ()
+    return replace(job, notes=(*job.notes, *note))

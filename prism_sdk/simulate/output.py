@@ -45,7 +45,7 @@ def write_timeline(
             for group in job.groups.values():
                 out.add_group(group)
             if keep_columns:
-                with TraceReader(job.source) as reader:
+                with TraceReader(job.source, allow_unfinished=True) as reader:
                     for position in range(job.num_ranks):
                         rank = int(job.ranks[position])
                         table = reader.units(rank)

@@ -99,7 +99,7 @@ class Scenario:
             where = Selection.parse(text)
             group_ids = None
             if where.groups is not None:
-                with TraceReader(os.fspath(source)) as reader:
+                with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
                     group_ids = frozenset(g for g, group in reader.groups.items() if group.name in where.groups)
             found.append(Remove(where, group_ids))
         if self.microbatches is not None or self.schedule is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,16 @@ def test_a_foreign_owner_of_our_names_is_named(tmp_path: Path, monkeypatch: pyte
     (check,) = [check for check in run_checks() if check.name == "import names"]
     assert check.status == "problem"
     assert "prism_sdk is also installed by prism-sdk" in check.detail and "command prism" in check.detail
+
+
+def test_doctor_misses_what_is_disabled(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checks, "_torch", lambda: iter(()))
+    monkeypatch.setenv("PRISM_DISABLE_PLUGINS", "slices,local")
+    assert run(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert re.search(r"problem  plugins: \d+ usable, 2 disabled \(.*\); by default these cannot run: ", text)
+    assert "calibrate (its strategy 'slices' is not there), emulate (its backend 'local' is not there)" in text
+    assert "unset PRISM_DISABLE_PLUGINS" in text
+    monkeypatch.setenv("PRISM_DISABLE_PLUGINS", "primus")
+    assert run(["doctor"]) == 0
+    assert "1 disabled (primus)" in capsys.readouterr().out

@@ -6,6 +6,7 @@ The launcher itself is replaced by one that keeps the config; running jobs is te
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -116,12 +117,64 @@ def test_flags_of_torchrun_without_meaning_are_accepted_and_named(
 
 
 def test_everything_else(launcher: Launcher) -> None:
-    words = "record --world-size 8 --slots 2 --steps 2:5 --payloads results --no-pin -q -O a=1 -O b=x=y"
+    words = "record --world-size 8 --slots 2 --steps 2:5 --payloads results --no-pin -q"
     assert run([*words.split(), "train.py"]) == 0
     config = launcher.asked
     assert (config.world_size, config.num_slots, config.steps) == (8, 2, StepRange(2, 5))
     assert (config.payloads, config.pin, config.quiet) == (PayloadMode.RESULTS, False, True)
-    assert config.options == {"a": "1", "b": "x=y"}
+
+
+def test_options_of_plugins(launcher: Launcher) -> None:
+    words = ["--graph", graph(GraphKind.BARE), "-O", "passes=1", "-O", "transfers=x=y", "-O", "prefetch_bytes=9"]
+    assert run(["calibrate", *words, "train.py"]) == 0
+    assert launcher.asked.options == {"passes": "1", "transfers": "x=y", "prefetch_bytes": "9"}
+    Path("mine.py").write_text(ANY_OPTION)
+    words = [*words, "--plugin", "mine.py", "--strategy", "mine", "-O", "anything=1"]
+    assert run(["calibrate", *words, "train.py"]) == 0
+
+
+# a strategy that does not say which options it reads
+ANY_OPTION = """
+from prism_sdk.abc import CalibrationStrategy
+from prism_sdk.hookspecs import hookimpl
+
+class Mine(CalibrationStrategy):
+    name, description = "mine", "test"
+    def calibrate(self, context):
+        raise NotImplementedError
+
+@hookimpl
+def prism_register_strategies():
+    return [Mine()]
+"""
+BROKEN_IMPORTER = """
+from prism_sdk.hookspecs import hookimpl
+
+@hookimpl
+def prism_register_importers():
+    raise RuntimeError("no such engine")
+"""
+
+
+def test_a_launch_asks_plugins_only_for_what_it_needs(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:
+    """But what the user named is to work as a whole."""
+    assert run(["observe", "train.py"]) == 0
+    Path("broken.py").write_text(BROKEN_IMPORTER)
+    launcher.config = None
+    assert run(["observe", "--plugin", "broken.py", "train.py"]) == 2
+    text = capsys.readouterr().err
+    assert "no such engine" in text and "correct broken.py, or leave the option out" in text
+    assert "uninstall" not in text
+    assert launcher.config is None
+    code = (
+        "import sys\nfrom prism_sdk.cli import launching\nfrom prism_sdk.runtime.config import *\n"
+        "from prism_sdk.settings import Settings\n"
+        "config = LaunchConfig(mode=LaunchMode.RECORD, target='x', output='y')\n"
+        "launching._checked_plugins(config, Settings.from_environ())\n"
+        "print([name for name in sys.modules if 'import' in name and name.startswith('prismtrace_')])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "[]\n"
 
 
 def test_the_world_of_calibrate_and_emulate_is_the_graphs(launcher: Launcher) -> None:
@@ -175,7 +228,9 @@ BAD = {
     "bare to emulate": (["emulate", "--graph", "bare.prism", "train.py"], 2, "prism calibrate"),
     "emulated to calibrate": (["calibrate", "--graph", "emulated.prism", "train.py"], 2, "result of an emulation"),
     "slots of an emulation": (
-        ["emulate", "--graph", "calibrated.prism", "--slots", "2", "train.py"], 2, "--slots has no meaning",
+        ["emulate", "--graph", "calibrated.prism", "--slots", "2", "train.py"],
+        2,
+        "--slots has no meaning",
     ),
     "no graph": (["emulate", "train.py"], 2, "--graph"),
     "graph missing": (["emulate", "--graph", "none.prism", "train.py"], 3, "none.prism"),
@@ -188,6 +243,21 @@ BAD = {
     "adapter": (["observe", "--adapter", "none", "train.py"], 2, "no adapter is called 'none'"),
     "plugin": (["observe", "--plugin", "not_there_at_all", "train.py"], 2, "'not_there_at_all' is broken"),
     "option": (["observe", "-O", "repeats", "train.py"], 2, "key=value"),
+    "unknown option": (
+        ["record", "-O", "nonsense=1", "train.py"],
+        2,
+        "no -O option 'nonsense'\n  prism record has none",
+    ),
+    "unknown option of a strategy": (
+        ["calibrate", "--graph", "bare.prism", "-O", "pases=1", "train.py"],
+        2,
+        "with 'slices' and 'local' there are: passes, prefetch_bytes, transfers, warmup_steps",
+    ),
+    "unknown option of a backend": (
+        ["emulate", "--graph", "calibrated.prism", "-O", "x=1", "train.py"],
+        2,
+        "with 'local' there are: prefetch_bytes",
+    ),
 }
 
 

@@ -122,3 +122,82 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert tuple(reader.ranks) == (0, 1)
     assert run(["merge", *map(str, parts), "-o", str(parts[0])]) == 2
     assert "one of the files to merge" in capsys.readouterr().err
+
+
+def test_validate_says_each_place_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.prism"
+    path.write_bytes(b"not a trace at all, but long enough to hold a header")
+    assert run(["validate", str(path)]) == 3
+    text = capsys.readouterr().out
+    assert text.count("byte 0") == text.count(str(path)) == 1
+
+
+def test_recover_of_the_shards_of_a_killed_run_says_what_happens_to_them(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = tmp_path / "out.prism.parts"
+    parts.mkdir()
+    assert run(["recover", str(parts), "-o", str(tmp_path / "x")]) == 2
+    assert "a folder without shards" in capsys.readouterr().err
+    (parts / "rank-0.prism").write_bytes(trace.read_bytes())
+    for given in (parts, tmp_path / "out.prism"):
+        assert run(["recover", str(given), "-o", str(tmp_path / "x")]) == 2
+        text = capsys.readouterr().err
+        assert (
+            f"the next run that writes {tmp_path / 'out.prism'} joins them into {tmp_path / 'out.prism'}.recovered"
+            in text
+        )
+    assert run(["recover", str(parts / "rank-0.prism"), "-o", str(tmp_path / "x")]) == 0
+
+
+@pytest.mark.parametrize("command", ["simulate", "analyze", "info", "report"])
+def test_an_unfinished_file_is_used_as_far_as_it_goes(
+    tmp_path: Path, unfinished: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    more = ["-o", str(tmp_path / "page.html")] if command == "report" else []
+    assert run([command, str(unfinished), *more]) == 0
+    assert "unfinished" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["slice", "diff"])
+def test_what_needs_a_whole_file_names_the_command_that_saves_it(
+    tmp_path: Path, unfinished: Path, trace: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    more = [str(trace)] if command == "diff" else ["-o", str(tmp_path / "x.prism"), "--steps", "0:1"]
+    assert run([command, str(unfinished), *more]) == 3
+    text = capsys.readouterr().err
+    assert "`prism recover` saves" in text and "allow_unfinished" not in text
+
+
+def test_a_report_into_a_folder_is_refused(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--overwrite"]):
+        assert run(["report", str(trace), "-o", str(tmp_path), *flags]) == 2
+        text = capsys.readouterr().err
+        assert "is a folder" in text and "--overwrite" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "message"),
+    [
+        (b"\x7fELF\x02\xd0\xff", 3, "not UTF-8 text, at byte 5"),
+        (b'name = "x"\nnodes = = 3\n', 3, "at line 2, column 9"),
+        (b"", 2, "the section is missing"),
+    ],
+)
+def test_a_broken_cluster_profile_is_unreadable_and_says_where(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, code: int, message: str
+) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_bytes(content)
+    assert run(["cluster", "check", str(path)]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_nccl_report_of_what_is_no_record_file(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty = tmp_path / "empty.prism"
+    empty.touch()
+    assert run(["nccl", "report", str(empty)]) == 3
+    text = capsys.readouterr().err
+    assert "it is empty" in text and "NCCL_PROFILER_PLUGIN" in text and "prism info" not in text
+    assert run(["nccl", "report", str(trace)]) == 3
+    assert "a trace: `prism info` shows it" in capsys.readouterr().err

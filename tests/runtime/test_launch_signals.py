@@ -172,3 +172,50 @@ def test_a_killed_launcher_takes_everything_along_and_the_next_run_saves_its_sha
     assert "a killed run had left shards" in ended.err
     assert bench.metadata(bench.folder / "out.prism.recovered")["job.status"] == "aborted"
     assert not list(bench.folder.glob("*.parts*"))
+
+
+SHORT = """
+    import pathlib, time, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    pathlib.Path(f"ready-{dist.get_rank()}").touch()
+    while True:
+        time.sleep(1)
+"""
+
+
+def test_a_killed_fork_server_is_named(bench: Any) -> None:
+    script = bench.script(SHORT)
+    process = bench.prism("observe", script, start_new_session=True)
+    bench.wait_for(lambda: (bench.folder / "ready-0").exists())
+    (server,) = (
+        int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        if "forkserver" in Path(f"/proc/{pid}/cmdline").read_text()
+    )  # fmt: skip
+    os.kill(server, signal.SIGKILL)
+    ended = bench.finish(process)
+    assert ended.code == 1
+    assert "ended unexpectedly (killed by SIGKILL)" in ended.err and "exit status None" not in ended.err
+
+
+def test_shards_without_units_are_called_so(tmp_path: Path) -> None:
+    from prism_sdk.runtime.launcher import _parts
+    from prismtrace import GraphKind, TraceWriter
+
+    output, said = tmp_path / "out.prism", []
+    parts = tmp_path / "out.prism.parts"
+    for shard in ("empty", "unreadable"):
+        parts.mkdir()
+        if shard == "empty":
+            with TraceWriter(parts / "rank-0.prism", graph_kind=GraphKind.OBSERVED, world_size=1):
+                pass
+        else:
+            (parts / "rank-0.prism").touch()
+        with _parts(output, said.append):
+            pass
+    assert said == [
+        f"a killed run had left shards of {output}: saved as {output}.recovered "
+        "(0 units: it was killed before the first of them were written)",
+        f"a killed run had left shards of {output} that hold nothing that can be read: removed",
+    ]
+    assert not list(tmp_path.glob("*.parts*"))

@@ -328,6 +328,7 @@ def test_an_index_that_names_a_million_ranks_needs_little_memory() -> None:
         index.check()
         assert index.num_rows(TableKind.UNITS, 999_999) == 1
         assert index.num_rows(TableKind.UNITS, 1_000_000) == 0
+        assert (index.total_rows(TableKind.UNITS), index.total_rows(TableKind.STEPS)) == (1_000_000, 0)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

@@ -143,3 +143,23 @@ def test_long_different_middles_are_only_counted() -> None:
     a, b = np.arange(5000), np.arange(5000)[::-1].copy()
     edits = compare(a, np.concatenate([b, [ABSENT]]))
     assert edits is not None and not edits.exact and (edits.num_added, edits.num_removed) == (1, 0)
+
+
+def test_ranks_of_one_file_only_are_counted_and_the_first_of_them_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking the index for each of a million ranks takes half a minute."""
+    for name, ranks in (("a", range(300)), ("b", range(100, 101))):
+        with TraceWriter(tmp_path / name) as writer:
+            for rank in ranks:
+                writer.add_units(rank, {"kind": [1, 1]})
+    asked: list[int] = []
+    num_units = TraceReader.num_units
+    monkeypatch.setattr(TraceReader, "num_units", lambda self, rank: (asked.append(rank), num_units(self, rank))[1])
+    found = diff(tmp_path / "a", tmp_path / "b", max_items=4)
+    assert found.counts == {"ranks": 299}
+    assert [(item.where, item.before, item.after) for item in found.values] == [
+        (f"rank {rank}", "2 units", None) for rank in range(4)
+    ]
+    assert (found.num_units_a, found.num_units_b) == (600, 2)
+    assert asked == [0, 1, 2, 3]

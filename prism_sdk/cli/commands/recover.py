@@ -31,6 +31,7 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
 
     if output.exists() and file.exists() and output.samefile(file):
         raise UsageError("the output is the damaged file itself", hint="give -o another name")
+    _refuse_shards(file)
     report = prismtrace.recover(file, output, overwrite=overwrite)
     code = ExitCode.OK if report.was_finished and not report.lost else ExitCode.UNREADABLE
     if as_json:
@@ -44,3 +45,20 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     if not report.was_finished and not report.lost:
         click.echo(f"the file has no index: what the writer meant to add from byte {file.stat().st_size} on is missing")
     return code
+
+
+def _refuse_shards(file: Path) -> None:
+    """What a killed run leaves is a folder of shards beside its output, which the next run looks after."""
+    parts = file if file.is_dir() else file.with_name(file.name + ".parts")
+    if file.exists() and not file.is_dir():
+        return
+    if not any(parts.glob("rank-*.prism")):
+        if file.is_dir():
+            raise UsageError(f"{file} is a folder without shards of a run", hint="give a trace file")
+        return  # the library says that there is no such file
+    output = parts.with_name(parts.name.removesuffix(".parts"))
+    raise UsageError(
+        f"{parts} is what a killed run has left: a folder with a shard for each rank, not a trace file",
+        hint=f"the next run that writes {output} joins them into {output}.recovered first (if the run is not going on "
+        "still); a single shard can be given here",
+    )

@@ -44,6 +44,8 @@ def command(
     from prism_sdk.errors import OutputError
     from prism_sdk.report import report_content, write_report
 
+    if output.is_dir():
+        raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
     if output.exists() and not overwrite:
         raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
     chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)

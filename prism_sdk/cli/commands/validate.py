@@ -33,7 +33,9 @@ def command(file: Path, as_json: bool) -> int:
             where = f" at {finding.where}" if finding.where else ""
             section = f" (specification {finding.spec_section})" if finding.spec_section else ""
             click.echo(f"{_severity(finding)}: {finding.code}{where}: {finding.message}{section}")
-        if not errors:
+        if errors:
+            click.echo(f"{file} is not a valid trace: {len(errors)} error{'s' if len(errors) > 1 else ''}")
+        else:
             warnings = f", {len(findings)} remarks" if findings else ""
             click.echo(f"{file} is a valid trace{warnings}")
     if not errors:

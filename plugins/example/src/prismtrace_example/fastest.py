@@ -24,6 +24,7 @@ class Fastest(CalibrationStrategy):
     """Runs each slice ``repeats`` times (option, default 3) and keeps the times of the fastest run."""
 
     name = "fastest"
+    option_names = ("repeats",)
     description = "each slice several times, the fastest run counts (-O repeats=3)"
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:

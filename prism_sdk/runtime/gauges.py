@@ -1,0 +1,104 @@
+"""How much memory the machine at hand has and uses: of the host, and of the devices where there are any.
+
+It knows nothing of ranks; a figure that the machine does not tell is None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import glob
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes in use and in all."""
+
+    used_bytes: int
+    total_bytes: int
+
+
+def host_memory() -> Memory | None:
+    """Memory of this container where it has a limit, else of the machine. What can be given up at once is not in use.
+
+    Source: MemTotal - MemAvailable of /proc/meminfo; memory.current less inactive_file of memory.stat (cgroup v2).
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    with contextlib.suppress(OSError, ValueError):  # no container, or no limit ("max")
+        limit = int((_CGROUP / "memory.max").read_text())
+        if limit < total:
+            used = int((_CGROUP / "memory.current").read_text())
+            return Memory(max(used - _inactive_file_bytes(), 0), limit)
+    return Memory(total - available, total)
+
+
+def _inactive_file_bytes() -> int:
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_CGROUP / "memory.stat").read_text().splitlines():
+            if line.startswith("inactive_file "):
+                return int(line.split()[1])
+    return 0
+
+
+class _NvmlMemory(ctypes.Structure):
+    """nvmlMemory_t of NVIDIA's management library."""
+
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class DeviceGauge:
+    """Memory of the NVIDIA devices that the job may use, through the library that comes with the driver.
+
+    Args:
+        visible: value of CUDA_VISIBLE_DEVICES; absent: every device.
+    """
+
+    def __init__(self, visible: str | None = None) -> None:
+        self._library: ctypes.CDLL | None = None
+        self._handles: Sequence[ctypes.c_void_p] = ()
+        if not glob.glob("/dev/nvidia[0-9]*"):
+            return
+        with contextlib.suppress(OSError, AttributeError):
+            library = ctypes.CDLL("libnvidia-ml.so.1")
+            if library.nvmlInit_v2() == 0:
+                self._library = library
+                self._handles = [handle for handle in map(self._handle, self._wanted(visible)) if handle is not None]
+
+    def memory(self) -> Memory | None:
+        """Over all of them; None where there is none."""
+        if self._library is None:
+            return None
+        used = total = 0
+        for handle in self._handles:
+            memory = _NvmlMemory()
+            if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
+                used, total = used + memory.used, total + memory.total
+        return Memory(used, total) if total else None
+
+    def _wanted(self, visible: str | None) -> list[str]:
+        if visible is not None:
+            return [word.strip() for word in visible.split(",") if word.strip()]
+        assert self._library is not None
+        number = ctypes.c_uint()
+        self._library.nvmlDeviceGetCount_v2(ctypes.byref(number))
+        return [str(index) for index in range(number.value)]
+
+    def _handle(self, name: str) -> ctypes.c_void_p | None:
+        """Of a device by number, or by the identity that starts with GPU- or MIG-."""
+        assert self._library is not None
+        handle = ctypes.c_void_p()
+        if name.isdigit():
+            code = self._library.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(int(name)), ctypes.byref(handle))
+        else:
+            code = self._library.nvmlDeviceGetHandleByUUID(os.fsencode(name), ctypes.byref(handle))
+        return handle if code == 0 else None

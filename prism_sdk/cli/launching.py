@@ -198,6 +198,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         local_ranks_filter=values["local_ranks_filter"],
         steps=values["steps"],
         num_slots=values.get("slots"),
+        roles=values.get("roles"),
+        num_samples=values.get("num_samples", 3),
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),

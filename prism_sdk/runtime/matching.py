@@ -122,8 +122,7 @@ class Matcher:
         """
         operation = self.operations.get(key)
         if operation is None:
-            operation = Operation(key, self.group_name(key[1]), size, signature)
-            self.operations[key] = operation
+            operation = self.operations[key] = self.begin(key, size, signature)
         elif operation.signature != signature:
             self._check(operation, signature, post)
         operation.add(group_rank, post)
@@ -131,6 +130,10 @@ class Matcher:
             _, group_id, source, destination, tag, seq = key
             self.mail.setdefault((group_id, destination, tag), {}).setdefault(source, []).append(seq)
         return operation
+
+    def begin(self, key: Key, size: int, signature: tuple[Any, ...]) -> Operation:
+        """A new operation, without a post yet; `size` members take its result."""
+        return Operation(key, self.group_name(key[1]), size, signature)
 
     def _check(self, operation: Operation, signature: tuple[Any, ...], post: Post) -> None:
         for position, name in enumerate(_SIGNATURE_FIELDS):

@@ -165,10 +165,10 @@ class Matcher:
         """One member has its result. Returns the arena regions that are free now, when it was the last one."""
         operation = self.operations[key]
         operation.taken += 1
-        if key[0] == "p":
-            _, group_id, source, destination, tag, seq = key
-            self.mail[group_id, destination, tag][source].remove(seq)
         if operation.taken < operation.size:
             return []
         del self.operations[key]
+        if key[0] == "p":
+            _, group_id, source, destination, tag, seq = key
+            self.mail[group_id, destination, tag][source].remove(seq)
         return list(operation.regions())

@@ -80,7 +80,12 @@ class _Change:
         one_of = np.array([same.setdefault(row.tobytes(), code) for code, row in enumerate(self._values)], np.int64)
         self.codes = np.where(codes >= 0, one_of[codes], -1) if len(one_of) else codes
         self.column = wide(spec, column)
-        self.places = np.flatnonzero(self.codes >= 0)
+        stays = (self._values == self._values[:, :1]).all(axis=1) if len(one_of) else np.zeros(0, np.bool_)
+        rows_with = np.flatnonzero(self.codes >= 0)
+        kept = stays[self.codes[rows_with]] & (self._values[self.codes[rows_with], 0] == self.column[rows_with])
+        self.codes[rows_with[kept]] = -1  # all ranks have what the rows say
+        # rows that keep a value which others lose count too: a map knows values, not rows
+        self.is_place = np.isin(self.column, self.column[self.codes >= 0])
 
     def differences(self, template: Template, start: int, stop: int) -> list[Difference]:
         """For each rank how the rows from `start` on differ; empty where none of them is replaced."""
@@ -108,11 +113,11 @@ def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:
     ends: list[int] = []
     known: list[dict[int, int]] = [{} for _ in changes]
     begun = 0
-    for row in np.unique(np.concatenate([change.places for change in changes])).tolist() if changes else ():
+    for row in np.unique(np.concatenate([np.flatnonzero(change.is_place) for change in changes])).tolist() if changes else ():
         here = [
             (places, int(change.column[row]), int(change.codes[row]))
             for places, change in zip(known, changes, strict=True)
-            if change.codes[row] >= 0
+            if change.is_place[row]
         ]
         if row - begun >= ROWS_PER_CHUNK or any(
             places.get(value, code) != code or len(places) >= MAX_MAPPED for places, value, code in here

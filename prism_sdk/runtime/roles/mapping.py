@@ -1,6 +1,6 @@
-"""Group ids and peers of ranks that did not run, from those of the rank that stands for them.
+"""Group ids, peers and a root's counts of ranks that did not run, from those of the rank that stands for them.
 
-Responsible for the two columns in which ranks of one role differ; it neither writes nor compares.
+Responsible for the columns in which ranks of one role differ; it neither writes nor compares.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 
 from prism_sdk.errors import UnsupportedError
 from prism_sdk.runtime.roles.layout import Families, Family
-from prismtrace.model import ABSENT32, UnitKind
+from prismtrace.model import ABSENT32, Op, UnitKind
 
 Int64Array = NDArray[np.int64]
 Codes = tuple[Int64Array, Int64Array]
 
+_ROOTED = (int(Op.BROADCAST), int(Op.SCATTER), int(Op.GATHER), int(Op.REDUCE))
 _MESSAGES = (int(UnitKind.SEND), int(UnitKind.RECV))
 
 
@@ -29,9 +30,12 @@ class Mapper:
         self._ids: dict[int, Int64Array] = {}
         self._members: dict[int, NDArray[np.int32]] = {}
 
-    def groups_and_peers(self, units: Any, rank: int, others: Sequence[int]) -> dict[str, Codes]:
-        """For the columns group_id and peer: numbers of replacements by row (-1: none), and [number, other rank]."""
+    def columns(self, units: Any, rank: int, others: Sequence[int]) -> dict[str, Codes]:
+        """Of each column that differs: numbers of replacements by row (-1: none), and [number, other rank]."""
         ranks = np.array(others, np.int64)
+        return self._groups_and_peers(units, rank, ranks) | self._counts(units, ranks)
+
+    def _groups_and_peers(self, units: Any, rank: int, ranks: Int64Array) -> dict[str, Codes]:
         is_message = np.isin(units.kind, _MESSAGES)
         has_peer = (units.peer != ABSENT32) & (units.group_id != 0)
         keys = np.stack([units.group_id.view(np.int64), np.where(has_peer, units.peer, -1), is_message & has_peer])
@@ -58,6 +62,26 @@ class Mapper:
         if peers:
             result["peer"] = peer_code[inverse], np.stack(peers)
         return result
+
+    def _counts(self, units: Any, ranks: Int64Array) -> dict[str, Codes]:
+        """Element counts of rooted collectives: one rank of a role may be the root and another one not."""
+        rows = np.flatnonzero(np.isin(units.op, _ROOTED) & (units.peer != ABSENT32) & (units.group_id != 0))
+        if not len(rows):
+            return {}
+        names = ("num_elements_in", "num_elements_out")
+        keys = np.stack([units.group_id.view(np.int64), units.peer, units.op, *(units[name] for name in names)])
+        found, inverse = np.unique(keys[:, rows], axis=1, return_inverse=True)
+        values: dict[str, list[Int64Array]] = {name: [] for name in names}
+        for raw, peer, op, num_in, num_out in found.T.tolist():
+            known = self._families.find(raw & (1 << 64) - 1)
+            assert known is not None  # or its groups could not be named
+            family = known[0]
+            is_root = family.position_of[ranks] == family.position_of[peer]
+            for name, count in _root_counts(op, num_in, num_out, family.size).items():
+                values[name].append(np.where(is_root, *count))
+        codes = np.full(len(units), -1, np.int64)
+        codes[rows] = inverse.reshape(-1)
+        return {name: (codes, np.stack(columns)) for name, columns in values.items()}
 
     def _group_of(self, family: Family, rank: int, ranks: Int64Array) -> Int64Array:
         index = family.group_of[ranks].astype(np.int64)
@@ -93,3 +117,13 @@ class Mapper:
             away = int(family.position_of[peer]) - int(family.position_of[rank])
             place = np.where(mine == family.position_of[rank], place, (mine + away) % family.size)
         return self._members_of(family)[index, place].astype(np.int64)
+
+
+def _root_counts(op: int, num_in: int, num_out: int, size: int) -> dict[str, tuple[int, int]]:
+    """Elements in and out of a rooted collective: (of the root, of the others), from those of any member."""
+    if op == Op.BROADCAST:
+        return {"num_elements_in": (num_out, 0), "num_elements_out": (num_out, num_out)}
+    if op == Op.SCATTER:
+        return {"num_elements_in": (num_out * size, 0), "num_elements_out": (num_out, num_out)}
+    received = num_in * size if op == Op.GATHER else num_in
+    return {"num_elements_in": (num_in, num_in), "num_elements_out": (received, 0)}

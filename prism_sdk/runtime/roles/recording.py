@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from prism_sdk.errors import AsymmetryError, UsageError
+from prism_sdk.errors import AsymmetryError
 from prism_sdk.runtime.config import LaunchConfig, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.launcher import run_job
@@ -120,11 +120,3 @@ def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -
         "roles.families": json.dumps(families),
     }
 
-
-def check_roles_usable(metadata: Mapping[str, str], *, verb: str, source: Path) -> None:
-    """Raise UsageError for a verb that runs ranks against a graph of which most ranks never ran."""
-    if "roles.representatives" in metadata:
-        raise UsageError(
-            f"prism {verb} cannot start from {source}: it was recorded by roles, and holds no values of the ranks that "
-            "did not run", hint="`prism simulate` predicts its times; or record fewer ranks without --roles",
-        )  # fmt: skip

@@ -5,6 +5,7 @@ Responsible for saying what differs, in words; what follows from it is the user'
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -86,14 +87,12 @@ def _columns(
 ) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
     found = {name: (column_numbers(mine[name]), column_numbers(theirs[name])) for name in _COLUMNS}
     found["awaits"] = _back(mine), _back(theirs)
-    expected = {"group_id": theirs.group_id.view(np.int64).copy(), "peer": theirs.peer.astype(np.int64)}
-    try:
-        for name, (codes, values) in mapper.groups_and_peers(theirs, standing, [rank]).items():
-            expected[name] = np.where(codes >= 0, values[codes, 0], expected[name])
-    except UnsupportedError:
-        pass  # the rank lacks a group of its representative: the ids will differ
-    found["group_id"] = mine.group_id.view(np.int64), expected["group_id"]
-    found["peer"] = mine.peer.astype(np.int64), expected["peer"]
+    found["group_id"] = mine.group_id.view(np.int64), theirs.group_id.view(np.int64)
+    found["peer"] = mine.peer.astype(np.int64), theirs.peer.astype(np.int64)
+    with contextlib.suppress(UnsupportedError):  # the rank lacks a group of its representative: the ids will differ
+        for name, (codes, values) in mapper.columns(theirs, standing, [rank]).items():
+            own, other = found[name]
+            found[name] = own, np.where(codes >= 0, values[codes, 0], other)
     return found
 
 

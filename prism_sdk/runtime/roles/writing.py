@@ -60,7 +60,7 @@ def _write_role(reader: TraceReader, writer: TraceWriter, rank: int, ranks: Sequ
     for name in ("kind", "group_id", "start_ns"):
         state.update(units[name].tobytes())
     role = int.from_bytes(state.digest(), "little") or 1
-    add_alike(writer, ranks, units, role=role, replaced=mapper.groups_and_peers(units, rank, ranks))
+    add_alike(writer, ranks, units, role=role, replaced=mapper.columns(units, rank, ranks))
     for kind, table in (
         (TableKind.STEPS, reader.steps(rank)), (TableKind.SCALARS, reader.scalars(rank)),
         (TableKind.EVENTS, reader.events(rank)), (TableKind.TRACKS, reader.tracks(rank)),

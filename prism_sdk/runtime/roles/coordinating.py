@@ -18,7 +18,7 @@ from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, plan_of_groups
 from prism_sdk.runtime.roles.views import GroupView, SharedSources, Source, Views
-from prism_sdk.runtime.standing import RankState
+from prism_sdk.runtime.standing import WAITING, RankState
 from prismtrace.model import Op
 
 _OF_GROUPS = frozenset({"post", "wait", "poll", "taken", "combined"})
@@ -340,6 +340,13 @@ class RoleCoordinator(Coordinator):
         return None if post is None else ("ready", {root: (post.contribution, post.send_bytes)}, None, post.clock)
 
     # -- when nobody can run ----------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        scout = self._states.get(SCOUT)
+        if self.plan is None and scout is not None and scout.state == WAITING and not self._holders:
+            self._decide()  # it waits for a key of another rank
+            self._grant()
+        super().tick()
 
     def _report_deadlock(self, waiting: list[RankState]) -> None:
         for state in waiting:

@@ -37,8 +37,8 @@ class Disagreement:
     what: str
 
     def __str__(self) -> str:
-        where = "" if self.unit_index is None else f" at unit {self.unit_index}"
-        return f"rank {self.rank} differs from rank {self.representative}, which stands for its role,{where}: {self.what}"
+        where = "" if self.unit_index is None else f", at unit {self.unit_index}"
+        return f"rank {self.rank} differs from rank {self.representative}, which stands for its role{where}: {self.what}"
 
     def values(self) -> dict[str, Any]:
         """For JSON."""

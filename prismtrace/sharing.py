@@ -6,7 +6,7 @@ Does not find out which ranks are alike (`compact` does), and does not read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ def add_alike(
     Raises:
         TraceUsageError: the arguments do not fit one another.
     """
-    if not ranks or any(one >= other for one, other in zip(ranks, ranks[1:], strict=False)):
+    if not ranks or any(one >= other for one, other in pairwise(ranks)):
         raise TraceUsageError("ranks must be given in rising order, and there must be some")
     rows = normalise(table, columns)
     changes = {name: _Change(rows, name, *given, len(ranks)) for name, given in (replaced or {}).items()}
@@ -113,7 +113,8 @@ def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:
     ends: list[int] = []
     known: list[dict[int, int]] = [{} for _ in changes]
     begun = 0
-    for row in np.unique(np.concatenate([np.flatnonzero(change.is_place) for change in changes])).tolist() if changes else ():
+    is_place = np.any([change.is_place for change in changes], axis=0) if changes else np.zeros(0, np.bool_)
+    for row in np.flatnonzero(is_place).tolist():
         here = [
             (places, int(change.column[row]), int(change.codes[row]))
             for places, change in zip(known, changes, strict=True)
@@ -129,7 +130,7 @@ def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:
         for places, value, code in here:
             places[value] = code
     bounds = [0, *ends, num_rows]
-    pieces = [(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False) if stop > start]
+    pieces = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
     return [
         (at, min(at + ROWS_PER_CHUNK, stop)) for start, stop in pieces for at in range(start, stop, ROWS_PER_CHUNK)
     ]

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
 
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
@@ -19,6 +18,7 @@ from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
 from prismtrace import TraceReader, has_errors, validate
+from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 

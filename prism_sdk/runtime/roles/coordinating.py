@@ -19,8 +19,9 @@ from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, plan_of_groups
 from prism_sdk.runtime.roles.views import GroupView, SharedSources, Source, Views
 from prism_sdk.runtime.standing import WAITING, RankState
-from prismtrace.model import Op
+from prismtrace.model import DType, Op
 
+_OF_PARTS = (Op.ALL_GATHER, Op.ALL_TO_ALL)
 _OF_GROUPS = frozenset({"post", "wait", "poll", "taken", "combined"})
 
 SCOUT = 0
@@ -113,8 +114,9 @@ class RoleMatcher(Matcher):
             try:
                 self._check(operation, theirs.signature, first)
             except CollectiveMismatchError as error:
-                raise self.asymmetry(mine.rank, f"{error.field} of operation {error.seq} in group {error.group}: "
-                                     + "; ".join(f"rank {r}: {v}" for r, v in error.values.items())) from None  # fmt: skip
+                calls = "; ".join(f"rank {rank}: {value}" for rank, value in error.values.items())
+                what = f"the {error.field} of operation {error.seq} in group {error.group} differs ({calls})"
+                raise self.asymmetry(mine.rank, what) from None
 
     def asymmetry(self, rank: int, what: str) -> AsymmetryError:
         plan = self.views.plan
@@ -159,6 +161,7 @@ class RoleCoordinator(Coordinator):
         self.families = Families(world_size)
         self.plan = plan
         self.starts_again = False  # the attempt is over, and nothing of it counts
+        self.notes: dict[str, None] = {}  # approximations that the program's operations show
         self._is_stated = is_stated
         self._num_samples = num_samples
         self._matcher: RoleMatcher = RoleMatcher()
@@ -255,8 +258,8 @@ class RoleCoordinator(Coordinator):
         super().message(rank, message)
 
     def _fail_unless_again(self, error: PrismError) -> None:
-        is_sample = self.plan is not None and error.rank in self.plan.samples if isinstance(error, AsymmetryError) else True
-        self.starts_again = is_sample
+        samples = () if self.plan is None else self.plan.samples
+        self.starts_again = not isinstance(error, AsymmetryError) or error.rank in samples
         self.host.fail(error)
 
     def _hear_scout(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -287,7 +290,7 @@ class RoleCoordinator(Coordinator):
         return ("p", *self._matcher.views.sender(group_id, source, destination), tag, seq)
 
     def _on_post(self, rank: int, message: tuple[Any, ...]) -> None:
-        _, key, _, group_rank, signature, contribution, send_bytes, where, clock = message
+        key, contribution = message[1], message[5]
         if key[0] == "p":
             num = self._matcher.views.num_takers(*key[1:4])
             if num == 0:
@@ -296,15 +299,26 @@ class RoleCoordinator(Coordinator):
                 return
             message = ("post", key, num, *message[3:])
         super()._on_post(rank, message)
-        if key[0] == "c":
-            operation = self._matcher.operations.get(key)
-            if isinstance(operation, RoleOperation):
-                self._matcher.check_others(operation)
-            for group_id in self._matcher.views.view(key[1]).dependants:
-                other = self._matcher.operations.get(("c", group_id, key[2]))
-                if isinstance(other, RoleOperation):
-                    self._matcher.check_others(other)
-                    self._serve_waiters(other.key)
+        if key[0] != "c":
+            return
+        operation = self._matcher.operations.get(key)
+        if isinstance(operation, RoleOperation):
+            self._matcher.check_others(operation)
+            self._note_repeated(operation)
+        for group_id in self._matcher.views.view(key[1]).dependants:
+            other = self._matcher.operations.get(("c", group_id, key[2]))
+            if isinstance(other, RoleOperation):
+                self._matcher.check_others(other)
+                self._serve_waiters(other.key)
+
+    def _note_repeated(self, operation: RoleOperation) -> None:
+        """Note where the parts of absent members are taken to be those of another member."""
+        view, (op, _, dtype, *_) = operation.view, operation.signature
+        if view is None or op not in _OF_PARTS or not _is_floating(DType(dtype)) or view.is_exact:
+            return
+        name = f"{Op(op).name.lower()} in {operation.group} of {len(view.fact.ranks)} ranks"
+        self.notes[f"{name}: what absent ranks give is what the rank gives that stands for them, so values are not "
+                   "those of the full job"] = None  # fmt: skip
 
     def _on_wait(self, rank: int, message: tuple[Any, ...]) -> None:
         super()._on_wait(rank, ("wait", self._known(message[1], rank), *message[2:]))
@@ -321,9 +335,9 @@ class RoleCoordinator(Coordinator):
         if key[0] == "c" and needs == "root":
             return self._try_root(rank, key, root)
         if isinstance(operation, RoleOperation) and needs == "all" and operation.is_reduction:
-            if operation.result is None and operation.complete and operation.combiner is None:
-                if claim:
-                    operation.combiner = rank
+            is_due = operation.result is None and operation.complete and operation.combiner is None
+            operation.combiner = rank if is_due and claim else operation.combiner
+            if is_due:
                 return ("combine", operation.packed(), None, operation.clock)
         return super()._try(rank, message, claim=claim)
 
@@ -364,3 +378,7 @@ class RoleCoordinator(Coordinator):
                 self._fail_unless_again(self._matcher.asymmetry(state.rank, what))
                 return
         super()._report_deadlock(waiting)
+
+
+def _is_floating(dtype: DType) -> bool:
+    return dtype.name.startswith(("FLOAT", "BFLOAT", "COMPLEX"))

@@ -93,6 +93,8 @@ class _Attempt:
             mapper = Mapper(policy.families)
             with TraceReader(ran) as reader:
                 found = [*self._left_out, *disagreements(reader, plan, mapper)]
+            for note in policy.notes:
+                self._report(f"an approximation: {note}")
             for one in found:
                 self._report(str(one))
             if plan.samples and not found:
@@ -116,7 +118,7 @@ def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -
         "roles.representatives": json.dumps(plan.representatives),
         "roles.samples": json.dumps(plan.samples),
         "roles.disagreements": json.dumps([one.values() for one in found]),
-        "roles.approximations": json.dumps(plan.notes),
+        "roles.approximations": json.dumps([*plan.notes, *policy.notes]),
         "roles.families": json.dumps(families),
     }
 

@@ -38,7 +38,8 @@ class Disagreement:
 
     def __str__(self) -> str:
         where = "" if self.unit_index is None else f", at unit {self.unit_index}"
-        return f"rank {self.rank} differs from rank {self.representative}, which stands for its role{where}: {self.what}"
+        whom = f"rank {self.representative}, which stands for its role"
+        return f"rank {self.rank} differs from {whom}{where}: {self.what}"
 
     def values(self) -> dict[str, Any]:
         """For JSON."""

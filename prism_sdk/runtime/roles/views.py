@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,15 @@ class GroupView:
     others: tuple[int, ...]  # ids of the other groups that contributions come from
     dependants: list[int] = field(default_factory=list)  # groups that take contributions from this one
 
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether every member's place is that of the rank that stands for it, in its own group."""
+        return all(source.position == place for place, source in enumerate(map(self.source_of, range(self.size))))
+
+    @property
+    def size(self) -> int:
+        return len(self.fact.ranks)
+
     def source_of(self, position: int) -> Source:
         return self.sources[int(self.of_member[position])]
 
@@ -57,7 +67,7 @@ class SharedSources:
 
     def weights(self) -> list[int]:
         """How many members each contribution stands for."""
-        return np.bincount(self.of_member, minlength=len(self.given)).tolist()  # type: ignore[no-any-return]
+        return np.bincount(self.of_member, minlength=len(self.given)).tolist()
 
 
 class Views:

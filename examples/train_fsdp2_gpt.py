@@ -24,6 +24,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=512, help="vocabulary size")
     parser.add_argument("--context", type=int, default=128, help="tokens per sequence")
     parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
+    parser.add_argument("--shard", type=int, help="ranks that share a copy of the model (hybrid sharding); all of them")
     parser.add_argument("--bf16", action="store_true", help="bfloat16 compute, float32 gradients and optimizer")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the data")
     parser.add_argument("--precise", action="store_true", help="print losses with all their digits")
@@ -78,7 +79,11 @@ def main() -> None:
 
     torch.manual_seed(args.seed)
     model = GPT(args)
-    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    if args.shard is None:
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    else:
+        shape = (world_size // args.shard, args.shard)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard"))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)

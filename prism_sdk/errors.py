@@ -21,6 +21,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── RankKilledError            rank, signal_number, signal_name
     │   ├── DeadlockError              places
     │   ├── CollectiveMismatchError    group, seq, field, values
+    │   ├── AsymmetryError             rank, representative, what
     │   ├── TraceMismatchError         rank, unit_index, expected, found, file
     │   │   └── BeyondRecordingError   step, repeated_step
     │   └── OutputError                file, reason
@@ -40,6 +41,7 @@ from enum import IntEnum
 from typing import Any
 
 __all__ = [
+    "AsymmetryError",
     "BeyondRecordingError",
     "BrokenPluginError",
     "CalibrationError",
@@ -313,6 +315,19 @@ class CollectiveMismatchError(RunError):
         self.seq = seq
         self.field = field
         self.values = dict(values)
+
+
+class AsymmetryError(RunError):
+    """A rank does not do what the rank does that was to stand for it (`prism record --roles`)."""
+
+    def __init__(self, rank: int, *, representative: int, what: str) -> None:
+        super().__init__(
+            f"rank {rank} does not do the same as rank {representative}, which stands for it: {what}",
+            rank=rank,
+            hint="state the roles so that these ranks have different ones: prism record --roles (docs/roles.md)",
+        )
+        self.representative = representative
+        self.what = what
 
 
 class TraceMismatchError(RunError):

@@ -13,6 +13,7 @@ A map for newcomers, from the inside out:
     slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
     diff       what changed between two traces (structure, alignment, timing, differences do the work)
     notebook   tables and readers in HTML;  frames  as data frames of pandas, polars, pyarrow
+    sharing    the same rows for many ranks
     rows       rows as Python values;  sizes  where the bytes go
     validate   contradictions (findings names them, matching and cycles look across ranks);  json_twin  a trace as JSON
 """
@@ -59,6 +60,7 @@ from prismtrace.reader import TraceReader
 from prismtrace.recover import LostRange, RecoverReport, recover
 from prismtrace.redact import RedactReport, redact
 from prismtrace.rows import RowBatch, iter_rows
+from prismtrace.sharing import add_alike
 from prismtrace.sizes import ColumnSize, FileSizes, file_sizes
 from prismtrace.slicing import SliceReport, slice_trace
 from prismtrace.tables import (
@@ -126,6 +128,7 @@ __all__ = [
     "UnitKind",
     "UnitTable",
     "ValueChange",
+    "add_alike",
     "compact",
     "diff",
     "estimate_clocks",

@@ -84,6 +84,12 @@ class Template:
             self._distinct[spec.name] = (found, inverse, first) if few else None
         return self._distinct[spec.name]
 
+    def keep_distinct(
+        self, spec: ColumnSpec, values: NDArray[np.int64], places: NDArray[np.int64], first: NDArray[np.int64]
+    ) -> None:
+        """Say what `distinct` answers for a column, of which more values may be mapped than `differences` would."""
+        self._distinct[spec.name] = (values, places, first)
+
     def differences(self, rows: Rows) -> list[Difference]:
         """Every column of the role, then those that only the rank has; and how the rank's differs."""
         specs = {**self.specs, **{spec.name: spec for spec in rows.specs}}

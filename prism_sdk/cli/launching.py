@@ -207,6 +207,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         local_ranks_filter=values["local_ranks_filter"],
         steps=values["steps"],
         num_slots=values.get("slots"),
+        roles=values.get("roles"),
+        num_samples=values.get("num_samples", 3),
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),
@@ -250,6 +252,11 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
 
     with TraceReader(graph) as reader:
         kind, world_size = reader.graph_kind, reader.world_size
+        if "roles.representatives" in reader.metadata:
+            raise UsageError(
+                f"{graph} was recorded by roles: it holds no values of the ranks that did not run, so prism "
+                f"{mode.value} cannot start from it", hint="see docs/roles.md; or record fewer ranks, without --roles",
+            )  # fmt: skip
     if kind == GraphKind.EMULATED:
         raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")
     if mode is LaunchMode.EMULATE and kind == GraphKind.BARE:

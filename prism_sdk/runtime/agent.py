@@ -63,6 +63,10 @@ class Agent:
 
             return ObserveSeam(self.tracer)
         assert self.channel is not None
+        if self.spec.by_roles:
+            from prism_sdk.runtime.roles.seam import RoleSeam
+
+            return RoleSeam(self.spec, self.tracer, self.channel)
         if self.spec.mode is LaunchMode.RECORD:
             from prism_sdk.runtime.record import RecordSeam
 

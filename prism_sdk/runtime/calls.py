@@ -6,9 +6,8 @@ the modes (observe, record, emulate).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ class GroupState:
     backend: str
     description: str
     group_id: int
+    generation: int = 0  # how often its name and ranks were made before
     next_seq: int = 0
     next_p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -45,12 +45,6 @@ class GroupState:
         seq = self.next_p2p.get(key, 0)
         self.next_p2p[key] = seq + 1
         return seq
-
-
-def stable_group_id(name: str, ranks: Sequence[int], generation: int) -> int:
-    """An id equal on all members without asking: hash of name, members and how often that pair was made before."""
-    text = f"{generation}:{name}:{','.join(map(str, ranks))}"
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") or 1
 
 
 @dataclass(slots=True)

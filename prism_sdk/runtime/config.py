@@ -113,6 +113,10 @@ class LaunchConfig:
 
     steps: StepRange | None = None
     num_slots: int | None = None
+    roles: str | None = None
+    """Record: one real rank a role; ``auto``, a layout, or a file. Absent: all ranks run."""
+    num_samples: int = 3
+    """With ``roles``: how many ranks more run, to verify that ranks of one role do the same."""
     sandbox: tuple[int, ...] = ()
     """Emulate: the ranks that run for real, ascending; empty: the runtime chooses."""
     strategy: str | None = None

@@ -59,6 +59,7 @@ class Policy(ABC):
     """Decides which ranks are started and answers their messages."""
 
     host: RankHost
+    make_spec: Callable[[int], RankSpec]  # for a rank that is added while others run
 
     @abstractmethod
     def start(self) -> None:
@@ -109,6 +110,11 @@ class RankHost:
     def spawn(self, rank: int) -> None:
         """Fork the process of `rank`."""
         self._control.send(("fork", self.specs[rank]))
+
+    def add(self, spec: RankSpec) -> None:
+        """One more rank, to be spawned like the others."""
+        self.specs[spec.rank] = spec
+        self.ranks[spec.rank] = RankProcess(spec.rank)
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         """Send to a rank without ever blocking on it."""

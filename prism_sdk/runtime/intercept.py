@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d
 
 from prism_sdk.errors import UnsupportedError
-from prism_sdk.runtime.calls import Call, GroupState, stable_group_id
+from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
 
@@ -100,6 +101,7 @@ class Interceptor:
         state = GroupState(
             name=name, ranks=ranks, group_rank=group.rank(), backend=backend,
             description=group.group_desc or "", group_id=stable_group_id(name, ranks, generation),
+            generation=generation,
         )  # fmt: skip
         self.groups[name] = state
         self.seam.group_created(state)

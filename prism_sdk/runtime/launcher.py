@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +50,10 @@ def launch(config: LaunchConfig) -> LaunchResult:
             from prism_sdk.runtime.emulating import emulate
 
             return emulate(config, progress)
+        if config.roles is not None:
+            from prism_sdk.runtime.roles.recording import record_by_roles
+
+            return record_by_roles(config, progress)
         return run_job(config, _policy(config), progress)
 
 
@@ -99,8 +103,13 @@ class AllAtOnce(Policy):
 def run_job(
     config: LaunchConfig, policy: Policy, progress: Progress, *, ranks: Sequence[int] | None = None,
     emulate: EmulateSpec | None = None, metadata: Mapping[str, str] | None = None, descriptors: Sequence[int] = (),
+    adjust: Callable[[RankSpec], RankSpec] = lambda spec: spec,
+    write: Callable[[Path, Path, Mapping[str, str]], bool] | None = None,
 ) -> LaunchResult:  # fmt: skip
-    """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced."""
+    """Run `ranks` (absent: all of this node) of the job under `policy`, and merge what they traced.
+
+    `adjust` changes what each rank is told, and `write` makes the output from the shards in place of a merge.
+    """
     check_target(config)
     report = progress.say
     recorded = _recorded(config)
@@ -128,10 +137,14 @@ def run_job(
     facts = {**_metadata(config), **(metadata or {})}
     with Interrupts() as interrupts, _parts(config.output, report) as shards:
         parts = shards.folder
-        specs = [
-            _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks), master)
-            for position, rank in enumerate(ranks)
-        ]
+
+        def make_spec(rank: int, position: int = 0) -> RankSpec:
+            return adjust(
+                _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks), master)
+            )
+
+        specs = [make_spec(rank, position) for position, rank in enumerate(ranks)]
+        policy.make_spec = make_spec
         environment = _environment(config)
         if config.nccl_profiler:
             environment |= profiler_environment(prepare_records(config.output))
@@ -159,7 +172,7 @@ def run_job(
         try:
             # a recording keeps the units of all steps: an emulation starts at the first
             steps = None if config.mode is LaunchMode.RECORD else config.steps
-            if _merge(parts, config.output, {k: v for k, v in closing.items() if v}, steps=steps):
+            if _merge(parts, config.output, {k: v for k, v in closing.items() if v}, steps=steps, write=write):
                 kept = f"what was recorded until then is in {config.output}"
         except OutputError as failure:
             error = error or failure  # the first failure is the one to name
@@ -198,8 +211,13 @@ def check_target(config: LaunchConfig) -> None:
         raise ScriptNotFoundError(config.target, hint="the path is relative to the current folder")
 
 
-def _merge(parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None) -> bool:
+def _merge(
+    parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None,
+    write: Callable[[Path, Path, Mapping[str, str]], bool] | None = None,
+) -> bool:  # fmt: skip
     try:
+        if write is not None:
+            return write(parts, output, metadata)
         return merge_shards(parts, output, metadata, steps=steps) > 0
     except (OSError, prismtrace.PrismTraceError) as error:
         raise OutputError(str(output), reason=str(error)) from error

@@ -122,8 +122,7 @@ class Matcher:
         """
         operation = self.operations.get(key)
         if operation is None:
-            operation = Operation(key, self.group_name(key[1]), size, signature)
-            self.operations[key] = operation
+            operation = self.operations[key] = self.begin(key, size, signature)
         elif operation.signature != signature:
             self._check(operation, signature, post)
         operation.add(group_rank, post)
@@ -131,6 +130,10 @@ class Matcher:
             _, group_id, source, destination, tag, seq = key
             self.mail.setdefault((group_id, destination, tag), {}).setdefault(source, []).append(seq)
         return operation
+
+    def begin(self, key: Key, size: int, signature: tuple[Any, ...]) -> Operation:
+        """A new operation, without a post yet; `size` members take its result."""
+        return Operation(key, self.group_name(key[1]), size, signature)
 
     def _check(self, operation: Operation, signature: tuple[Any, ...], post: Post) -> None:
         for position, name in enumerate(_SIGNATURE_FIELDS):
@@ -162,10 +165,10 @@ class Matcher:
         """One member has its result. Returns the arena regions that are free now, when it was the last one."""
         operation = self.operations[key]
         operation.taken += 1
-        if key[0] == "p":
-            _, group_id, source, destination, tag, seq = key
-            self.mail[group_id, destination, tag][source].remove(seq)
         if operation.taken < operation.size:
             return []
         del self.operations[key]
+        if key[0] == "p":
+            _, group_id, source, destination, tag, seq = key
+            self.mail[group_id, destination, tag][source].remove(seq)
         return list(operation.regions())

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from prism_sdk.runtime.config import LaunchMode, PayloadMode, StepRange
+from prism_sdk.runtime.roles.layout import RolePlan
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,5 @@ class RankSpec:
     device: str | None = None
     adapter_options: Mapping[str, str] = field(default_factory=dict)
     num_devices: int = 1  # on this machine, in place of GPUs
+    by_roles: bool = False  # of the ranks of the job only some run
+    plan: RolePlan | None = None  # which ones; unknown to the first rank when it starts

@@ -31,7 +31,7 @@ from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.tensors import Bytes, combine, deliver, deliver_locally
+from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork, outstanding_works, place_results
@@ -53,6 +53,7 @@ class Conversation:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self._lock = threading.RLock()
+        self.learn: Callable[[Any], None] = lambda plan: None  # told which ranks run (roles)
         self._num_outside = 0  # threads that want to speak
         self._counting = threading.Lock()
 
@@ -90,6 +91,9 @@ class Conversation:
         yielded = False
         while True:
             reply = self.channel.receive()
+            if reply[0] == "plan":
+                self.learn(reply[1])
+                continue
             if reply[0] != "stack":
                 return reply
             if self._num_outside and not yielded:
@@ -138,12 +142,15 @@ class RecordSeam(Seam):
     def __init__(self, spec: RankSpec, tracer: Tracer, channel: Channel) -> None:
         self.spec = spec
         self.tracer = tracer
-        self.conversation = Conversation(channel)
+        self.conversation = self.make_conversation(channel)
         self.arena = Arena(spec.arena_fd, spec.rank)
         self.groups: list[GroupState] = []
         self._serial = 0
         self._told_step = -1
         self._clock = 0  # logical time (Lamport), which orders messages that a receive from any source may take
+
+    def make_conversation(self, channel: Channel) -> Conversation:
+        return Conversation(channel)
 
     def install(self) -> None:
         from prism_sdk.runtime.store import install_rendezvous
@@ -212,8 +219,9 @@ class RecordSeam(Seam):
 
     def _post(self, call: Call, key: Key, unit: int, keeps: bool) -> None:
         contribution: Contribution = None
-        if call.has_contribution:
-            data = Bytes(call.contribution)
+        given = self.given(call)
+        if given is not None:
+            data = Bytes(given)
             contribution = self._place(data, size=len(call.group.ranks))
             wanted = not call.is_reduction or self.spec.payloads is PayloadMode.FULL
             if keeps and wanted:
@@ -224,6 +232,18 @@ class RecordSeam(Seam):
         self.conversation.tell(
             ("post", key, size, group_rank, call.signature(), contribution, call.send_bytes, user_place(), self._clock)
         )
+
+    def given(self, call: Call) -> list[torch.Tensor] | None:
+        """What this member contributes; None for nothing."""
+        return call.contribution if call.has_contribution else None
+
+    def combined(self, call: Call, sources: Any, read_into: ReadInto) -> list[torch.Tensor]:
+        """The reduction of what all members gave."""
+        return combine(call, len(call.group.ranks), read_into)
+
+    def deliver(self, call: Call, sources: Any, read_into: ReadInto) -> None:
+        """Fill the outputs from what the members gave."""
+        deliver(call, read_into, lambda member: sources[member][1])
 
     def _place(self, data: Bytes, *, size: int = 1) -> Contribution:
         if data.num_bytes <= INLINE_BYTES * _LARGE_GROUP // max(size, _LARGE_GROUP):
@@ -242,7 +262,7 @@ class RecordSeam(Seam):
         read_into = self._reader(sources, call, key)
         digest = None
         if kind == "combine":
-            totals = combine(call, len(call.group.ranks), read_into)
+            totals = self.combined(call, sources, read_into)
             deliver_locally(call, totals)
             data = Bytes(totals)
             if keeps and call.op in (Op.ALL_REDUCE, Op.REDUCE):
@@ -250,7 +270,7 @@ class RecordSeam(Seam):
             self.conversation.tell(("combined", key, self._place(data), digest))
         elif call.needs != "none":
             self._check_splits(call, key, sources)
-            deliver(call, read_into, lambda member: sources[member][1])
+            self.deliver(call, sources, read_into)
         elif call.op is Op.SCATTER:  # the root's own part
             deliver_locally(call, call.contribution)
         if call.peer is None and call.op is Op.RECV:

@@ -95,6 +95,46 @@ def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Ten
     return totals
 
 
+def combine_weighted(
+    call: Call, parts: Sequence[tuple[int, int]], num_members: int, read_into: ReadInto
+) -> list[torch.Tensor]:
+    """As `combine`, where each part is (a member, for how many members its contribution stands)."""
+    fold = _FOLD[call.reduce_op]
+    totals, offset = [], 0
+    for like in call.contribution:
+        total = torch.empty(like.numel(), dtype=like.dtype)
+        part = torch.empty_like(total)
+        is_exact = total.is_floating_point() or total.is_complex()
+        for number, (member, weight) in enumerate(parts if like.numel() else ()):
+            target = part if number else total
+            read_into(member, offset, memory_of(target))
+            # the average is weighted at once: the sum of a thousand half-precision values may be too large
+            is_mean = call.reduce_op is ReduceOp.AVG and is_exact
+            _repeat(target, call.reduce_op, weight / num_members if is_mean else weight)
+            if number:
+                fold(total, part)
+        if call.reduce_op is ReduceOp.AVG and not is_exact:
+            total.div_(num_members, rounding_mode="trunc")
+        totals.append(total)
+        offset += like.nbytes
+    return totals
+
+
+_SUMS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+
+
+def _repeat(tensor: torch.Tensor, op: ReduceOp, times: float) -> None:
+    """In place: what `times` equal contributions come to."""
+    if times == 1:
+        return
+    if op in _SUMS and tensor.dtype != torch.bool:
+        tensor.mul_(times)
+    elif op is ReduceOp.PRODUCT and tensor.dtype != torch.bool:
+        tensor.pow_(times)
+    elif op is ReduceOp.BXOR and times % 2 == 0:
+        tensor.zero_()
+
+
 def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequence[int]]) -> None:
     """Fill the outputs of `call`. Of an all-to-all, `send_bytes(member)` says how a contribution is split."""
     for delivery in call.deliveries:

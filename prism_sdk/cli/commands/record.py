@@ -17,9 +17,23 @@ SLOTS = option(
 WORLD_SIZE = option(
     "--world-size", type=click.IntRange(min=1), metavar="N", help="All ranks of the job; says --nproc-per-node."
 )
+ROLES = option(
+    "--roles",
+    metavar="auto|LAYOUT|FILE",
+    help="Run one rank of each role only; the others take part by symmetry. Roles are found from the process groups "
+    "(auto), or stated: tp=2,dp=1024,pp=4, the first varying fastest, or a file with the ranks of a role a line.",
+)
+SAMPLES = option(
+    "--samples",
+    "num_samples",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=3,
+    help="With --roles: run so many ranks more, to verify that ranks of one role do the same.  [default: 3]",
+)
 
 
-@launch_command(LaunchMode.RECORD, output="bare.prism", extra=[SLOTS, WORLD_SIZE, PAYLOADS])
+@launch_command(LaunchMode.RECORD, output="bare.prism", extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES])
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.
 
@@ -29,4 +43,8 @@ def command() -> None:
     \b
     Example, eight ranks on two slots:
         prism record --nproc-per-node 8 --slots 2 -o bare.prism -- train.py --lr 0.1
+
+    \b
+    Example, a job of 8,192 ranks, of which a few run:
+        prism record --world-size 8192 --roles auto --slots 2 -o bare.prism -- train.py
     """

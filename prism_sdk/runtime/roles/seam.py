@@ -1,0 +1,159 @@
+"""The rank's side of a recording by roles.
+
+Responsible for reductions in which a contribution stands for many members, for gathers that repeat it, and for process
+groups that cost nothing where the rank is no member.  Whom a contribution stands for is decided by the coordinator.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.observe import trace_group
+from prism_sdk.runtime.ranks import RankSpec
+from prism_sdk.runtime.record import Conversation, RecordSeam
+from prism_sdk.runtime.roles.layout import RolePlan
+from prism_sdk.runtime.roles.views import SharedSources
+from prism_sdk.runtime.tensors import Bytes, ReadInto, combine_weighted, memory_of
+from prism_sdk.runtime.tracer import Tracer
+from prism_sdk.runtime.wire import Channel
+from prismtrace.model import Op
+
+_SCOUT = 0
+
+
+class RoleConversation(Conversation):
+    """Also names process groups: before anything else is said, all that were made until then."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__(channel)
+        self.facts: list[tuple[str, str, str, tuple[int, ...], int]] = []
+
+    def tell(self, message: tuple[Any, ...]) -> None:
+        self._name_groups()
+        super().tell(message)
+
+    def ask(self, message: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._name_groups()
+        return super().ask(message)
+
+    def _name_groups(self) -> None:
+        if self.facts:
+            facts, self.facts = self.facts, []
+            super().tell(("groups", facts))
+
+
+class RoleSeam(RecordSeam):
+    """As in a full recording, but of most members of a group only the role runs."""
+
+    conversation: RoleConversation
+
+    def __init__(self, spec: RankSpec, tracer: Tracer, channel: Channel) -> None:
+        super().__init__(spec, tracer, channel)
+        self._plan = spec.plan
+        self.conversation.learn = self._learn
+
+    def make_conversation(self, channel: Channel) -> Conversation:
+        return RoleConversation(channel)
+
+    def _learn(self, plan: RolePlan) -> None:
+        self._plan = plan
+
+    def install(self) -> None:
+        super().install()
+        _skip_foreign_groups(self.conversation if self.spec.rank == _SCOUT else None)
+
+    def group_created(self, group: GroupState) -> None:
+        self.groups.append(group)
+        trace_group(self.tracer, group)
+        fact = (group.name, group.description, group.backend, group.ranks, group.generation)
+        if self.spec.rank == _SCOUT:
+            self.conversation.facts.append(fact)
+        self.conversation.tell(("group", group.group_id, group.description or group.name, fact))
+
+    def given(self, call: Call) -> list[torch.Tensor] | None:
+        if call.op is Op.BROADCAST and not call.has_contribution and self._stands_for(call, call.root or 0):
+            return call.outputs  # what it holds is what the root holds, by symmetry
+        return super().given(call)
+
+    def _stands_for(self, call: Call, member: int) -> bool:
+        """Whether this rank may have to give what an absent member would; before the roles are known it may."""
+        plan, rank = self._plan, call.group.ranks[member]
+        return plan is None or (rank not in plan.is_running and plan.representative(rank) == self.spec.rank)
+
+    def _place(self, data: Bytes, *, size: int = 1) -> Any:
+        return super()._place(data)  # few ranks read it, however large the group is
+
+    def combined(self, call: Call, sources: Any, read_into: ReadInto) -> list[torch.Tensor]:
+        assert isinstance(sources, SharedSources)
+        _, first = np.unique(sources.of_member, return_index=True)
+        parts = list(zip(first.tolist(), sources.weights(), strict=True))
+        return combine_weighted(call, parts, len(call.group.ranks), read_into)
+
+    def deliver(self, call: Call, sources: Any, read_into: ReadInto) -> None:
+        if call.op is not Op.ALL_GATHER or not isinstance(sources, SharedSources) or not _is_regular(call):
+            super().deliver(call, sources, read_into)
+            return
+        # every member's part has its place in one tensor: each different part is read once, and repeated
+        _, first = np.unique(sources.of_member, return_index=True)
+        of_member = torch.from_numpy(sources.of_member)
+        offset = 0
+        for output, like in zip(call.outputs, call.contribution, strict=True):
+            parts = torch.empty((len(first), like.numel()), dtype=like.dtype)
+            for part, member in zip(parts, first.tolist(), strict=True):
+                read_into(member, offset, memory_of(part))
+            rows = output.detach().view(len(call.group.ranks), like.numel())
+            rows.copy_(parts.expand(len(rows), -1) if len(first) == 1 else parts[of_member])
+            offset += like.nbytes
+
+
+def _is_regular(call: Call) -> bool:
+    """Whether each output holds the members' parts one after the other."""
+    size = len(call.group.ranks)
+    return len(call.outputs) == len(call.contribution) and all(
+        output.is_contiguous() and like.numel() > 0 and output.numel() == size * like.numel()
+        and not output.is_conj() and not output.is_neg()
+        for output, like in zip(call.outputs, call.contribution, strict=True)
+    )  # fmt: skip
+
+
+def _skip_foreign_groups(conversation: RoleConversation | None) -> None:
+    """A group that this rank is no member of is only counted, and named if it is this rank that names groups.
+
+    At 8,192 ranks a program may make some ten thousand groups, and be a member of twenty.
+    """
+    original = distributed_c10d._new_group_with_tag
+    made: dict[tuple[str, int], int] = {}
+
+    def new_group_with_tag(
+        ranks: Any = None, timeout: Any = None, backend: Any = None, backend_options: Any = None, pg_tag: Any = None,
+        use_local_synchronization: bool = False, group_desc: Any = None, device_id: Any = None, sort_ranks: bool = True,
+    ) -> Any:  # fmt: skip
+        def as_usual() -> Any:
+            return original(
+                ranks, timeout, backend, backend_options, pg_tag, use_local_synchronization, group_desc,
+                device_id=device_id, sort_ranks=sort_ranks,
+            )  # fmt: skip
+
+        if ranks is None or pg_tag or use_local_synchronization or not dist.is_initialized():
+            return as_usual()
+        world = distributed_c10d._get_default_group()
+        if world.rank() in ranks or not len(ranks) or not 0 <= min(ranks) <= max(ranks) < world.size():
+            return as_usual()
+        if len(set(ranks)) != len(ranks):
+            return as_usual()  # which refuses it
+        members = tuple(sorted(ranks) if sort_ranks else ranks)
+        name = str(distributed_c10d._process_group_name(members, use_hashed_name=False))
+        if conversation is not None:
+            generation = made.get((name, hash(members)), 0)
+            made[name, hash(members)] = generation + 1
+            kind = str(dist.Backend(backend or distributed_c10d._world.pg_map[world][0]))
+            conversation.facts.append((name, group_desc or "undefined", kind, members, generation))
+        return dist.GroupMember.NON_GROUP_MEMBER
+
+    distributed_c10d._new_group_with_tag = new_group_with_tag

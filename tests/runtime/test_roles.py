@@ -1,0 +1,210 @@
+"""Recordings by roles: equal in structure to those of all ranks, right in values where symmetry makes them so."""
+
+from __future__ import annotations
+
+import ast
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prism_sdk.errors import UsageError
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_plan, parse_layout, plan_of_groups
+from prism_sdk.runtime.roles.stating import stated_plan
+from prism_sdk.runtime.roles.views import Views
+from prism_sdk.testing.launches import Launched, Launches
+from prismtrace import TraceReader, has_errors, validate
+from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
+
+MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
+
+RunJob = Callable[..., Launched]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    folder = tmp_path_factory.mktemp("roles")
+    for name, text in (("hsdp", HSDP), ("operations", OPERATIONS), ("asymmetric", ASYMMETRIC)):
+        (folder / f"{name}.py").write_text(text)
+    return Launches(folder)
+
+
+def record(jobs: Launches, script: str | Path, *arguments: str, num_ranks: int, roles: str | None = None) -> Launched:
+    options = ["--world-size", str(num_ranks), "--slots", "2", "--payloads", "none"]
+    path = jobs.folder / script if isinstance(script, str) else script
+    return jobs.must("record", path, arguments, options=[*options, *(["--roles", roles] if roles else [])])
+
+
+@pytest.fixture(scope="module")
+def hybrid(jobs: Launches) -> Launched:
+    return record(jobs, "hsdp.py", num_ranks=8, roles="auto")
+
+
+def test_hybrid_sharded_job_is_that_of_all_ranks(jobs: Launches, hybrid: Launched) -> None:
+    by_roles = hybrid
+    assert structure_differences(by_roles.trace, record(jobs, "hsdp.py", num_ranks=8).trace) == []
+    assert "2 roles (mesh_dp_shard 2), 3 ranks more to verify them: 5 of 8 ranks run" in by_roles.err
+    with TraceReader(by_roles.trace) as reader:
+        facts = reader.metadata
+        assert json.loads(facts["roles.representatives"]) == [0, 1]
+        assert json.loads(facts["roles.samples"]) == [5, 6, 7]
+        assert json.loads(facts["roles.disagreements"]) == []
+        assert sorted(len(ranks) for ranks in reader.roles.values()) == [2, 3]
+    assert not has_errors(validate(by_roles.trace))
+
+
+def test_four_kinds_of_parallelism_are_those_of_all_ranks(jobs: Launches) -> None:
+    arguments = ("--same", "--steps", "1", "--microbatches", "2")
+    arguments = ("--tp", "1", *arguments)
+    by_roles = record(jobs, MOE, *arguments, num_ranks=8, roles="ep=2,dp=2,pp=2")
+    everybody = record(jobs, MOE, *arguments, num_ranks=8)
+    assert structure_differences(by_roles.trace, everybody.trace) == []
+    printed = [float(run.out.split()[-1]) for run in (by_roles, everybody)]
+    assert printed[0] == pytest.approx(printed[1], rel=1e-6)
+    assert "7 of 8 ranks run" in by_roles.err
+
+
+def test_every_operation_gives_what_it_gives_with_all_ranks(jobs: Launches) -> None:
+    """The groups come late, so the job starts again once they are known."""
+    seen = {}
+    for name, roles in (("roles", "auto"), ("all", None)):
+        folder = jobs.folder / name
+        folder.mkdir()
+        run = record(jobs, "operations.py", str(folder), "--late", num_ranks=8, roles=roles)
+        seen[name] = {path.name: ast.literal_eval(path.read_text()) for path in folder.iterdir()}
+        seen[name + " trace"] = {"": run.trace}
+        assert ("starts again" in run.err) == (roles is not None)
+    assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
+    for rank, values in seen["roles"].items():
+        assert values == seen["all"][rank], rank
+    assert structure_differences(seen["roles trace"][""], seen["all trace"][""]) == []
+
+
+def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
+    run = record(jobs, "asymmetric.py", num_ranks=8, roles="auto")
+    with TraceReader(run.trace) as reader:
+        found = {one["rank"]: one for one in json.loads(reader.metadata["roles.disagreements"])}
+        assert json.loads(reader.metadata["roles.samples"]) == [6, 7]
+        assert [one["representative"] for one in map(found.get, (5, 6, 7)) if one] == [1, 0, 1]
+        changed = found[7]["unit_index"]
+        assert "num_elements_in is 5, not 1" in found[7]["what"]
+        assert reader.units(7).num_elements_in[changed] == 5
+        assert reader.units(1).num_elements_in[changed] == 1
+        assert len(reader.units(7)) > len(reader.units(3)) == len(reader.units(1))
+        assert found[7]["num_units"] > found[6]["num_units"] == 1
+    assert "all_gather" in found[5]["what"]  # its neighbour is absent: it could not be followed
+    assert found[5]["unit_index"] is None
+    assert "rank 5 differs from rank 1, which stands for its role: " in run.err
+
+
+def test_calibration_and_emulation_of_what_never_ran_are_refused(jobs: Launches, hybrid: Launched) -> None:
+    for verb in ("calibrate", "emulate"):
+        run = jobs.run(verb, jobs.folder / "hsdp.py", options=["--graph", hybrid.trace])
+        assert run.code == 2
+        assert "recorded by roles" in run.err
+        assert "Traceback" not in run.err
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def megatron_groups(world: int, *, tp: int, pp: int, ep: int) -> Families:
+    families, dp = Families(world), world // (tp * pp)
+    grid = np.arange(world).reshape(pp, dp // ep, ep, tp)
+    families.add(GroupFact("0", "default_pg", "nccl", tuple(range(world))))
+    kinds = {
+        "DATA_PARALLEL_GROUP": grid.reshape(pp, dp, tp).transpose(0, 2, 1).reshape(-1, dp),
+        "TENSOR_MODEL_PARALLEL_GROUP": grid.reshape(-1, tp),
+        "PIPELINE_MODEL_PARALLEL_GROUP": grid.transpose(1, 2, 3, 0).reshape(-1, pp),
+        "MODEL_PARALLEL_GROUP": grid.transpose(1, 2, 0, 3).reshape(-1, pp * tp),
+        "EXPERT_MODEL_PARALLEL_GROUP": grid.transpose(0, 1, 3, 2).reshape(-1, ep),
+        "EXPERT_DATA_PARALLEL_GROUP": grid.transpose(0, 2, 3, 1).reshape(-1, dp // ep),
+    }
+    count = 0
+    for description, groups in kinds.items():
+        for ranks in groups.tolist():
+            count += 1
+            families.add(GroupFact(str(count), description, "nccl", tuple(ranks)))
+    return families
+
+
+def test_roles_of_a_large_job() -> None:
+    started = time.process_time()
+    families = megatron_groups(8192, tp=2, pp=4, ep=4)
+    plan = plan_of_groups(families, num_samples=3)
+    assert time.process_time() - started < 3
+    assert plan.num_roles == 2 * 4 * 4
+    assert plan.representatives[:9] == (*range(8), 2048)
+    assert len(plan.samples) == 3
+    assert plan.samples[-1] == 8191
+    assert sum(plan.num_represented(rank) for rank in plan.running) == 8192
+    assert plan.notes == ()
+
+
+def test_what_would_need_too_many_processes_is_an_approximation_that_is_named() -> None:
+    plan = plan_of_groups(megatron_groups(1024, tp=8, pp=4, ep=8), num_samples=0, max_roles=32)
+    assert plan.num_roles == 32
+    assert any("'EXPERT_MODEL_PARALLEL_GROUP' (groups of 8) are taken as replicas" in note for note in plan.notes)
+
+
+def test_an_absent_neighbour_is_the_one_of_the_rank_that_stands_for_it() -> None:
+    families = megatron_groups(64, tp=2, pp=4, ep=2)
+    plan = RolePlan(64, plan_of_groups(families, num_samples=0).role_of,
+                    plan_of_groups(families, num_samples=0).representatives, samples=(63,))  # fmt: skip
+    views = Views(families, plan)
+    tensor = next(fact for fact in families.groups() if fact.ranks == (62, 63))
+    view = views.view(tensor.group_id)
+    assert [source.rank for source in view.sources] == [50, 63]
+    assert view.source_of(0).group_id != tensor.group_id
+    pipe = next(fact for fact in families.groups() if fact.ranks == (15, 31, 47, 63))
+    own = next(fact for fact in families.groups() if fact.ranks == (3, 19, 35, 51))
+    assert views.sender(pipe.group_id, 47, 63) == (own.group_id, 35, 51)
+    assert views.num_takers(own.group_id, 35, 51) == 2
+    assert views.num_takers(own.group_id, 51, 35) == 1
+    world = families.all[0].groups[0]
+    assert views.sender(world.group_id, 47, 63) == (world.group_id, 35, 51)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("tp=2,dp=3", "makes 6 ranks, and the job has 8"), ("tp", "'tp' in 'tp' is not NAME=SIZE"),
+     ("tp=2,tp=4", "'tp' is named twice")],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_layout(text, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("0-6", "gives no role to 1 ranks, the first of them 7"), ("0-7\n3", "rank 3 has a role already"),
+     ("0-8", "rank 8 does not exist"), ("0-x", "neither a rank nor a range"), ("1,0\n2-7", "rank 0 must be the first")],
+)  # fmt: skip
+def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        stated_plan(_config(tmp_path, text))
+
+
+def test_a_file_states_who_stands_for_whom(tmp_path: Path) -> None:
+    plan = stated_plan(_config(tmp_path, "0-6:2   # even\n3,1,5,7\n"))
+    assert plan is not None
+    assert plan.representatives == (0, 3)
+    assert [plan.representative(rank) for rank in range(8)] == [0, 3, 0, 3, 0, 3, 0, 3]
+
+
+def _config(folder: Path, text: str) -> LaunchConfig:
+    (folder / "roles.txt").write_text(text)
+    return LaunchConfig(
+        LaunchMode.RECORD, "train.py", folder / "out.prism", nproc_per_node=8, roles=str(folder / "roles.txt"),
+        num_samples=0,
+    )  # fmt: skip
+
+
+def test_samples_come_from_different_roles() -> None:
+    plan = make_plan(np.arange(64) % 4, num_samples=3, origin="")
+    assert len({int(plan.role_of[rank]) for rank in plan.samples}) == 3
+    assert not set(plan.samples) & set(plan.representatives)

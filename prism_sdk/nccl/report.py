@@ -61,6 +61,7 @@ class NcclReport:
     num_incomplete: int
     """Operations of which not all members left records."""
     findings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def make_report(job: NcclJob) -> NcclReport:
@@ -83,7 +84,8 @@ def make_report(job: NcclJob) -> NcclReport:
     rows = [_row(key, num, times.get(key, [])) for key, num in numbers.items()]
     rows.sort(key=lambda row: (row.name, row.num_ranks or 0, row.num_bytes, row.algo, row.proto))
     return NcclReport(
-        tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings())
+        tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings()),
+        tuple(job.notes()),
     )
 
 

@@ -121,10 +121,12 @@ def show_attached(report: AttachReport) -> None:
             f"  GPU {device[:40]}: {fit['num_lower'] + fit['num_upper']} bounds, offset {known}, "
             f"drift {fit['drift'] * 1e9:+.0f} ppb, ends known {format_ns(fit['residual_median_ns'])} late (median)"
         )
-    _show_findings(report.findings)
+    _show_findings(report.findings, report.notes)
 
 
-def _show_findings(findings: tuple[str, ...]) -> None:
+def _show_findings(findings: tuple[str, ...], notes: tuple[str, ...]) -> None:
+    for text in notes:
+        click.echo(f"note: {text}")
     for text in findings[:_MAX_FINDINGS]:
         click.echo(f"finding: {text}")
     if len(findings) > _MAX_FINDINGS:
@@ -155,7 +157,7 @@ def _show_report(report: NcclReport) -> None:
     ):
         if num:
             click.echo(f"  {num} {why}")
-    _show_findings(report.findings)
+    _show_findings(report.findings, report.notes)
 
 
 def _bandwidth(value: float | None) -> str:

@@ -8,7 +8,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ FLAGS = ["-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-fvisibility=hidden
 # NCCL closes the library with its last communicator, and calls it afterwards: it must stay where it is
 FLAGS += ["-Wl,-z,nodelete", "-Wl,-z,defs"]
 LIBRARIES = ["-ldl", "-lpthread"]
+MACHINES = {62: "x86_64", 183: "aarch64"}
 
 
 def compiler() -> list[str]:
@@ -30,6 +30,20 @@ def compiler() -> list[str]:
         if found:
             return [found]
     raise RuntimeError("prismtrace-nccl-profiler needs a C compiler: install gcc or clang, or name one with CC=")
+
+
+def wheel_platform(library: Path) -> str:
+    """The platform of a wheel's name: that of the library, which a cross compiler may have made for another machine.
+
+    $PRISM_WHEEL_PLATFORM may name a stricter one of the same machine, such as manylinux_2_28_aarch64.
+    """
+    number = int.from_bytes(library.read_bytes()[18:20], "little")  # e_machine of the ELF header
+    if number not in MACHINES:
+        raise RuntimeError(f"{library} is for machine {number}: only {', '.join(MACHINES.values())} are supported")
+    chosen = os.environ.get("PRISM_WHEEL_PLATFORM") or f"linux_{MACHINES[number]}"
+    if not chosen.endswith(f"_{MACHINES[number]}"):
+        raise RuntimeError(f"PRISM_WHEEL_PLATFORM={chosen}, but the compiler made a library for {MACHINES[number]}")
+    return chosen
 
 
 class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -48,4 +62,4 @@ class CompileHook(BuildHookInterface):  # type: ignore[type-arg]
         if done.returncode:
             raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stdout}{done.stderr}")
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["tag"] = f"py3-none-{wheel_platform(target)}"

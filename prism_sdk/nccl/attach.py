@@ -47,6 +47,7 @@ class AttachReport:
     by: Mapping[int, str]
     clocks: Mapping[str, Mapping[str, Any]]
     findings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def attach(
@@ -180,7 +181,7 @@ def _add_events(reader: TraceReader, writer: TraceWriter, one: JoinedRank, *, wi
         "unit": np.where(one.unit[shown] >= 0, one.unit[shown], ABSENT),
         "nccl.channel": np.full(len(shown), ABSENT, np.int64),
         "nccl.num_bytes": tasks.num_bytes[shown],
-        "nccl.peer": np.where(tasks.is_message[shown], tasks.peer[shown], ABSENT).astype(np.int64),
+        "nccl.peer": np.where(tasks.is_message[shown], tasks.peer[shown].astype(np.int64), ABSENT),
     }
     if with_details:
         more_tracks, more = detail_rows(one, first_track=first_track + len(numbers))
@@ -244,5 +245,5 @@ def _report(reader: TraceReader, job: NcclJob, joined: Joined, findings: list[st
         groups={f"{comm:016x}": name for comm, name in sorted(names.items())},
         by={one.rank: one.by for one in joined.ranks},
         clocks={device: vars(fit) for device, fit in job.clocks.items()},
-        findings=tuple(findings),
+        findings=tuple(findings), notes=tuple(job.notes()),
     )  # fmt: skip

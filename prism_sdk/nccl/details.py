@@ -64,7 +64,7 @@ def detail_rows(one: JoinedRank, *, first_track: int) -> tuple[dict[str, list[An
         "start_ns": start[rows] + one.shift_ns,
         "end_ns": end[rows] + one.shift_ns,
         "unit": _units(one, rows),
-        "nccl.channel": np.where(is_channel, events.a[rows], ABSENT).astype(np.int64),
+        "nccl.channel": np.where(is_channel, events.a[rows].astype(np.int64), ABSENT),
         "nccl.num_bytes": np.full(len(rows), ABSENT, np.int64),
         "nccl.peer": _peers(one, rows),
     }

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from prism_sdk.errors import UsageError
 from prism_sdk.nccl.clock import ClockFit
 from prism_sdk.nccl.records import RecordFile, read_records
-from prism_sdk.nccl.tasks import Tasks, collect_tasks, fit_clocks, place_on_host_clock
+from prism_sdk.nccl.stamps import Ceiling, StampCheck, make_ceiling, own_stamps
+from prism_sdk.nccl.tasks import Tasks, collect_tasks, device_of, fit_clocks, heard_stamps, place_on_host_clock
 
 __all__ = ["NcclJob", "RankRecords", "load_job"]
 
@@ -25,6 +26,7 @@ class RankRecords:
     tasks: Tasks
     rank: int | None
     clocks: Mapping[str, ClockFit]
+    stamps: StampCheck
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,24 @@ class NcclJob:
         ]
 
 
+    def notes(self) -> list[str]:
+        """What was put right, or left out for a reason that is known; one sentence each."""
+        num = {name: sum(getattr(one.stamps, name) for one in self.ranks)
+               for name in ("num_kernels", "num_moved", "num_dropped")}  # fmt: skip
+        texts = []
+        if num["num_moved"]:
+            texts.append(
+                f"{num['num_moved']} of {num['num_kernels']} kernel times stood under later operations (NCCL does not "
+                "count messages to oneself on the host) and were put back"
+            )
+        if num["num_dropped"]:
+            texts.append(
+                f"{num['num_dropped']} of {num['num_kernels']} kernel times were those of earlier kernels, from before "
+                "the launch, and are left out"
+            )
+        return texts
+
+
 def load_job(
     paths: Sequence[str | os.PathLike[str]], *, progress: Callable[[str], None] | None = None
 ) -> NcclJob:
@@ -67,11 +87,38 @@ def load_job(
             progress(f"{number + 1} of {len(paths)} files read")
     if not loaded:
         raise UsageError("no file holds a communicator", hint="did the job use NCCL, with NCCL_PROFILER_PLUGIN set?")
-    clocks = fit_clocks(loaded)
+    heard = heard_stamps(loaded)
+    ceilings = {device: make_ceiling(*told) for device, told in heard.items()}
+    checked = _with_own_stamps(loaded, ceilings)
+    clocks = fit_clocks([(file, tasks) for file, tasks, _ in checked], heard)
     ranks = [
-        RankRecords(file, place_on_host_clock(file, tasks, clocks), _rank_of(file), clocks) for file, tasks in loaded
+        RankRecords(file, place_on_host_clock(file, tasks, clocks), _rank_of(file), clocks, stamps)
+        for file, tasks, stamps in checked
     ]
     return NcclJob(tuple(sorted(ranks, key=lambda one: (one.rank is None, one.rank or 0, one.file.path))), clocks)
+
+
+def _with_own_stamps(
+    loaded: Sequence[tuple[RecordFile, Tasks]], ceilings: Mapping[str, Ceiling]
+) -> list[tuple[RecordFile, Tasks, StampCheck]]:
+    """Each file with stamps that are its kernels' own. Whether this NCCL miscounts is judged over all files."""
+    of_comm = [
+        {comm: ceilings[device] for comm in file.comms if (device := device_of(file, comm)) in ceilings}
+        for file, _ in loaded
+    ]
+
+    def tried(*, is_shifted: bool) -> tuple[int, list[tuple[RecordFile, StampCheck]]]:
+        found = [own_stamps(*one, of, is_shifted=is_shifted) for one, of in zip(loaded, of_comm, strict=True)]
+        return sum(check.num_wrong for _, check in found), found
+
+    num_wrong, best = tried(is_shifted=False)
+    if num_wrong:
+        fewer_wrong, found = tried(is_shifted=True)
+        best = found if fewer_wrong < num_wrong else best
+    return [
+        (mended, collect_tasks(mended) if check.num_moved or check.num_dropped else tasks, check)
+        for (_, tasks), (mended, check) in zip(loaded, best, strict=True)
+    ]
 
 
 def _rank_of(file: RecordFile) -> int | None:

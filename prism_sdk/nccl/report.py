@@ -13,7 +13,7 @@ import numpy as np
 
 from prism_sdk.analysis.bandwidth import bus_factor as factor_of_op
 from prism_sdk.nccl.job import NcclJob
-from prism_sdk.nccl.operations import operations
+from prism_sdk.nccl.operations import Operation, operations
 from prismtrace import Op
 
 __all__ = ["BandwidthRow", "NcclReport", "bus_factor", "make_report"]
@@ -27,11 +27,16 @@ def bus_factor(name: str, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class BandwidthRow:
-    """Operations that are alike. Bandwidths are decimal gigabytes a second, of the median time; None without times."""
+    """Operations that are alike. Bandwidths are decimal gigabytes a second, of the median time; None without times.
+
+    `num_bytes` is the size, the median of them where sizes from `min_bytes` to `max_bytes` are taken together.
+    """
 
     name: str
     num_ranks: int | None
     num_bytes: int
+    min_bytes: int
+    max_bytes: int
     dtype: str
     algo: str
     proto: str
@@ -61,42 +66,48 @@ class NcclReport:
     num_incomplete: int
     """Operations of which not all members left records."""
     findings: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
-def make_report(job: NcclJob) -> NcclReport:
-    """Count and time all operations of a job."""
-    times: Mapping[tuple[object, ...], list[int]] = defaultdict(list)
-    numbers: dict[tuple[object, ...], int] = defaultdict(int)
+def make_report(job: NcclJob, *, by: str = "size") -> NcclReport:
+    """Count and time all operations of a job.
+
+    Args:
+        job: the record files.
+        by: "size": a row for each size; "power": one for all sizes from a power of two up to the next, else alike.
+    """
+    found: Mapping[tuple[object, ...], list[Operation]] = defaultdict(list)
     total = shared = untimed = incomplete = 0
     for one in operations(job):
-        key = (one.name, one.num_ranks, one.num_bytes, one.dtype, one.algo, one.proto, one.channels)
-        numbers[key] += 1
+        size = one.num_bytes if by == "size" else one.num_bytes.bit_length()
+        found[one.name, one.num_ranks, size, one.dtype, one.algo, one.proto, one.channels].append(one)
         total += 1
         needed = 2 if one.name == "send_recv" else one.num_ranks
         incomplete += needed is not None and one.num_members < needed
-        if one.is_shared:
-            shared += 1
-        elif one.time_ns is None:
-            untimed += 1
-        else:
-            times[key].append(one.time_ns)
-    rows = [_row(key, num, times.get(key, [])) for key, num in numbers.items()]
+        shared += one.is_shared
+        untimed += one.time_ns is None and not one.is_shared
+    rows = [_row(alike) for alike in found.values()]
     rows.sort(key=lambda row: (row.name, row.num_ranks or 0, row.num_bytes, row.algo, row.proto))
     return NcclReport(
-        tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings())
-    )
+        tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings()),
+        tuple(job.notes()),
+    )  # fmt: skip
 
 
-def _row(key: tuple[object, ...], num: int, times: list[int]) -> BandwidthRow:
-    name, num_ranks, num_bytes, dtype, algo, proto, channels = key
-    assert isinstance(name, str) and isinstance(num_bytes, int) and isinstance(channels, int)
-    assert num_ranks is None or isinstance(num_ranks, int)
+def _row(alike: list[Operation]) -> BandwidthRow:
+    one = alike[0]
+    timed = [other for other in alike if other.time_ns is not None and not other.is_shared]
+    times = [other.time_ns for other in timed if other.time_ns is not None]
+    sizes = sorted(other.num_bytes for other in alike)
+    size = sizes[len(sizes) // 2]
     median = float(np.median(times)) if times else None
-    algbw = num_bytes / median if median else None  # bytes a nanosecond are gigabytes a second
-    busbw = algbw * bus_factor(name, num_ranks) if algbw is not None and num_ranks is not None else None
+    # bytes a nanosecond are gigabytes a second
+    algbw = float(np.median([other.num_bytes for other in timed])) / median if median else None
+    factor = bus_factor(one.name, one.num_ranks) if one.num_ranks is not None else None
     return BandwidthRow(
-        name=name, num_ranks=num_ranks, num_bytes=num_bytes, dtype=str(dtype), algo=str(algo), proto=str(proto),
-        channels=channels, num_operations=num, num_timed=len(times), median_ns=median,
-        min_ns=min(times) if times else None, p90_ns=float(np.percentile(times, 90)) if times else None,
-        algbw_gb_per_s=algbw, busbw_gb_per_s=busbw,
+        name=one.name, num_ranks=one.num_ranks, num_bytes=size, min_bytes=sizes[0], max_bytes=sizes[-1],
+        dtype=one.dtype, algo=one.algo, proto=one.proto, channels=one.channels, num_operations=len(alike),
+        num_timed=len(times), median_ns=median, min_ns=min(times) if times else None,
+        p90_ns=float(np.percentile(times, 90)) if times else None, algbw_gb_per_s=algbw,
+        busbw_gb_per_s=algbw * factor if algbw is not None and factor is not None else None,
     )  # fmt: skip

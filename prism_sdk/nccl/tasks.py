@@ -18,7 +18,7 @@ from prism_sdk.nccl.format import ELEMENT_BYTES, FLAG_CAPTURED, EventType
 from prism_sdk.nccl.records import RecordFile
 from prismtrace import ABSENT
 
-__all__ = ["Tasks", "collect_tasks", "device_of", "fit_clocks", "fit_of", "place_on_host_clock"]
+__all__ = ["Tasks", "collect_tasks", "device_of", "fit_clocks", "fit_of", "heard_stamps", "place_on_host_clock"]
 
 _NO_ROW = -1
 
@@ -153,28 +153,46 @@ def device_of(file: RecordFile, comm: int) -> str:
     return name if found is None or found.device is None else f"{name}:{found.device}"
 
 
-def fit_clocks(files: Sequence[tuple[RecordFile, Tasks]]) -> dict[str, ClockFit]:
-    """One fit for each GPU of the files. Versions of the interface without GPU times give none."""
-    bounds: dict[str, list[tuple[NDArray[np.int64], ...]]] = {}
-    for file, tasks in files:
+def heard_stamps(files: Sequence[tuple[RecordFile, Tasks]]) -> dict[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """For each GPU (time of a kernel's end on its clock, host time at which that was known), as NCCL gave them.
+
+    They hold whichever kernel a stamp belongs to. Versions of the interface without GPU times give none.
+    """
+    heard: dict[str, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+    for file, _ in files:
         events = file.events
         kernels = events.rows_of(EventType.KERNEL_CH)
         known = (events.gpu_stop_ns[kernels] != ABSENT) & (events.stop_ns[kernels] != ABSENT)
         kernels = kernels[known]
+        for comm in np.unique(events.comm[kernels]).tolist():
+            mine = kernels[events.comm[kernels] == comm]
+            heard.setdefault(device_of(file, comm), []).append((events.gpu_stop_ns[mine], events.stop_ns[mine]))
+    return {device: _joined(parts) for device, parts in heard.items()}
+
+
+def fit_clocks(
+    files: Sequence[tuple[RecordFile, Tasks]], heard: Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+) -> dict[str, ClockFit]:
+    """One fit for each GPU of `heard`, between that and the launches of tasks."""
+    launched: dict[str, list[tuple[NDArray[np.int64], NDArray[np.int64]]]] = {}
+    for file, tasks in files:
         timed = (tasks.gpu_start_ns != ABSENT) & (tasks.launched_ns != ABSENT)
         for comm in np.unique(tasks.comm).tolist():
-            mine, of_task = kernels[events.comm[kernels] == comm], timed & (tasks.comm == comm)
-            bounds.setdefault(device_of(file, comm), []).append(
-                (tasks.gpu_start_ns[of_task], tasks.launched_ns[of_task], events.gpu_stop_ns[mine],
-                 events.stop_ns[mine])
-            )  # fmt: skip
+            mine = timed & (tasks.comm == comm)
+            launched.setdefault(device_of(file, comm), []).append((tasks.gpu_start_ns[mine], tasks.launched_ns[mine]))
     fits: dict[str, ClockFit] = {}
-    for device, parts in bounds.items():
-        start, launched, stop, ended = (np.concatenate(column) for column in zip(*parts, strict=True))
-        fit = fit_clock((start, launched), (stop, ended))
+    for device, told in heard.items():
+        fit = fit_clock(_joined(launched.get(device, [])), told)
         if fit is not None:
             fits[device] = fit
     return fits
+
+
+def _joined(
+    parts: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    none = np.zeros(0, np.int64)
+    return np.concatenate([none, *(part[0] for part in parts)]), np.concatenate([none, *(part[1] for part in parts)])
 
 
 def fit_of(fits: Mapping[str, ClockFit], file: RecordFile, comm: int) -> ClockFit | None:

@@ -26,6 +26,7 @@ from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
+from prism_sdk.runtime.work import PrismWork
 
 _DISPATCH_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
 
@@ -208,6 +209,8 @@ def _make_kernel(name: str, group_index: int, num_returns: int, *, is_sparse: bo
         work = native() if interceptor is None or call is None else interceptor.seam.issue(call)
         if num_returns == 0:
             return None
+        if work is None:  # NCCL waits for operations that are not asynchronous itself, and gives no handle for them
+            work = PrismWork(lambda timeout: None, lambda: True, ())
         boxed = work.boxed()
         return boxed if num_returns == 1 else (args[0], boxed)
 

@@ -118,7 +118,7 @@ class ObserveSeam(Seam):
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
         work = call.native()
-        if work is None:  # the operator has waited itself (monitored_barrier)
+        if work is None:  # it has waited itself (monitored_barrier; NCCL unless asynchronous)
             self.tracer.wait(unit, posted, now_ns(), blocked=True)
             return None
         return TimedWork(work, self.tracer, unit, call, posted)

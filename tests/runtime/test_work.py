@@ -154,3 +154,23 @@ def test_results_that_nobody_waits_for_are_there_after_a_barrier(bench: Any) -> 
     """)
     ended = bench.run("record", script, "--nproc-per-node", "4", "--slots", "2")
     assert ended.code == 0, ended.err
+
+
+def test_a_backend_without_a_handle_for_what_is_not_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    # as NCCL under torch 2.11: the caller's Python asks for a handle nevertheless
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import ProcessGroup, ReduceOp
+
+    from prism_sdk.runtime import intercept
+
+    asked = []
+    monkeypatch.setitem(intercept.NATIVES, "allreduce_", lambda backend, args: asked.append(args))
+    kernel = intercept._make_kernel("allreduce_", 1, 2, is_sparse=False)
+    group = ProcessGroup(dist.HashStore(), 0, 1)
+    backend = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    tensors = [torch.ones(3)]
+    result, boxed = kernel(tensors, group.boxed(), ReduceOp.SUM, None, False, -1)
+    assert result is tensors and len(asked) == 1
+    handle = Work.unbox(boxed)
+    assert handle.wait() and handle.is_completed()

@@ -75,8 +75,13 @@ def import_command(
 
 @command.command("report")
 @_FILES
+@click.option(
+    "--by",
+    type=click.Choice(["size", "power"]),
+    help="A row for each size, or for all sizes between two powers of two.  [default: power; size with --json]",
+)
 @_JSON
-def report_command(files: tuple[Path, ...], as_json: bool) -> int:
+def report_command(files: tuple[Path, ...], by: str | None, as_json: bool) -> int:
     """Print algbw and busbw by operation, size, algorithm and protocol, as nccl-tests counts them.
 
     \b
@@ -84,10 +89,11 @@ def report_command(files: tuple[Path, ...], as_json: bool) -> int:
         prism nccl report records/
 
     A time is that of the rank which arrived last: kernels of the others also wait. It needs no trace and no torch.
+    A row of several sizes has the bandwidth of their median size and time.
     """
     from prism_sdk.nccl.report import make_report
 
-    report = make_report(_load(files, quiet=as_json))
+    report = make_report(_load(files, quiet=as_json), by=by or ("size" if as_json else "power"))
     if as_json:
         echo_json(report)
     else:
@@ -121,10 +127,12 @@ def show_attached(report: AttachReport) -> None:
             f"  GPU {device[:40]}: {fit['num_lower'] + fit['num_upper']} bounds, offset {known}, "
             f"drift {fit['drift'] * 1e9:+.0f} ppb, ends known {format_ns(fit['residual_median_ns'])} late (median)"
         )
-    _show_findings(report.findings)
+    _show_findings(report.findings, report.notes)
 
 
-def _show_findings(findings: tuple[str, ...]) -> None:
+def _show_findings(findings: tuple[str, ...], notes: tuple[str, ...]) -> None:
+    for text in notes:
+        click.echo(f"note: {text}")
     for text in findings[:_MAX_FINDINGS]:
         click.echo(f"finding: {text}")
     if len(findings) > _MAX_FINDINGS:
@@ -134,7 +142,7 @@ def _show_findings(findings: tuple[str, ...]) -> None:
 def _show_report(report: NcclReport) -> None:
     rows = [
         (
-            row.name, row.num_ranks or "-", format_bytes(row.num_bytes), row.dtype, row.algo.lower() or "-",
+            row.name, row.num_ranks or "-", _sizes(row.min_bytes, row.max_bytes), row.dtype, row.algo.lower() or "-",
             row.proto.lower() or "-", row.channels or "-", row.num_operations, format_ns(row.median_ns),
             format_ns(row.min_ns), format_ns(row.p90_ns), _bandwidth(row.algbw_gb_per_s),
             _bandwidth(row.busbw_gb_per_s),
@@ -147,7 +155,10 @@ def _show_report(report: NcclReport) -> None:
     )  # fmt: skip
     echo_table(headers, rows, right=(1, 2, 6, 7, 8, 9, 10, 11, 12))
     click.echo()
-    click.echo(f"{report.num_operations} operations of {report.num_ranks} ranks")
+    click.echo(
+        f"{report.num_operations} operations of {report.num_ranks} ranks; a time is the shortest kernel time among an "
+        "operation's ranks:\nit holds waiting only if that rank, too, waited for a peer's kernel"
+    )
     for num, why in (
         (report.num_shared, "ran in one launch with others: their times cannot be told apart and do not count"),
         (report.num_without_time, "have no kernel time"),
@@ -155,8 +166,12 @@ def _show_report(report: NcclReport) -> None:
     ):
         if num:
             click.echo(f"  {num} {why}")
-    _show_findings(report.findings)
+    _show_findings(report.findings, report.notes)
 
 
 def _bandwidth(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _sizes(least: int, most: int) -> str:
+    return format_bytes(least) if least == most else f"{format_bytes(least)} - {format_bytes(most)}"

@@ -42,6 +42,8 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--cluster",), {"metavar": "PROFILE", "help": "Take transfers from this cluster profile."}),
     (("--transfers",), {"type": click.Choice(["all", "missing"]), "default": "all",
                         "help": "With --cluster: replace all transfers (default), or those that the graph lacks."}),
+    (("--link-sharing/--no-link-sharing",), {"default": None, "help": "With --cluster: whether transfers that overlap "
+                                             "share links (default: with --transfers all)."}),
     (("--link",), {"multiple": True, "metavar": "KEY=VALUE|KEY=xFACTOR",
                    "help": "With --cluster: change a link, network.bandwidth_gb_per_s=x0.5."}),
 )  # fmt: skip

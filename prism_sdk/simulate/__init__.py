@@ -9,6 +9,7 @@ A map for newcomers, in the order of dependence:
     simulation           simulate(): SimJob -> Timeline, an exact longest path
     critical, report     the longest path back; summarise(): a Report
     output               write_timeline(): a Timeline -> a trace file
+    links, flows         shared_links(): which links transfers share; the loop in order of time that shares them
     transfers            with_cluster(): transfers of a cluster profile
     selection, changes   which units; slow, scaled, equal, random weights (variants shares what stays)
     restructure, replicas   units removed, microbatches, schedules; data-parallel size

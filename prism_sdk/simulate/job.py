@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from prismtrace import GraphKind, ProcessGroup
 
-__all__ = ["Lanes", "Programs", "SimJob", "Slowdown"]
+__all__ = ["Lanes", "Links", "Programs", "SimJob", "Slowdown"]
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -106,6 +106,25 @@ class Lanes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Links:
+    """The links that lanes use; ``prism_sdk.simulate.links`` says what sharing them means.
+
+    Lane l uses ``links[first_link[l]:first_link[l + 1]]``, from ``first_network[l]`` on those of the network.
+    """
+
+    links: Int64Array
+    first_link: Int64Array
+    first_network: Int64Array
+    #: By lane, a row of ``per_byte``: kinds of groups by operation, ns that a byte of a unit keeps a link of NVLink
+    #: and one of the network busy.
+    lane_kind: Int64Array
+    per_byte: npt.NDArray[np.float64]
+    #: The lanes that use link i, ``users[first_user[i]:first_user[i + 1]]``: twice the lane, plus 1 for the network.
+    first_user: Int64Array
+    users: Int64Array
+
+
+@dataclass(frozen=True, kw_only=True)
 class Slowdown:
     """Factors on the computing of a rank over simulated time: from ``from_ns[i]`` on it takes ``factor[i]`` as long."""
 
@@ -140,6 +159,8 @@ class SimJob:
     #: By rank position: factor on computing, and factors over time.
     scale: npt.NDArray[np.float64]
     slowdowns: Mapping[int, Slowdown] = field(default_factory=dict)
+    #: The links that transfers share; None: every transfer is as if it were alone.
+    links: Links | None = field(default=None, repr=False)
     #: Mean step time that the trace itself shows, where its times were measured.
     recorded_step_ns: float | None = None
     num_detached: int = 0

@@ -229,13 +229,14 @@ def walk_rank(
     kind: Any, phase: Any, lane_of: Any, ordinal: Any, awaited: Any, hold: Any,
     main: Any, side: Any, begin: int, end: int, weight: int, lanes: int, lane_event: Any,
     slow_a: int, slow_b: int, slow_from: Any, slow_factor: Any, factor: float, now: int,
-    arrival: Any, last: Any, held: Any,
+    arrival: Any, last: Any, held: Any, complete_ns: Any, is_shared: int,
     start_ns: Any, end_ns: Any, count_from: int, count_to: int, totals: Any, blame: Any, keep: int,
 ) -> int:  # fmt: skip
     """Go through the rows of one rank once more with the arrivals known; fill its times, or only add up.
 
     Returns the host clock after the last row. Idle: the host waits for a rank that has not arrived. Exposed: it waits
-    while data moves. ``blame`` gets the idle time by the rank that arrived last.
+    while data moves. ``blame`` gets the idle time by the rank that arrived last. ``complete_ns`` has the completions of
+    the rows where links were shared (``is_shared``).
     """
     shift = weight - begin
     for i in range(begin, end):
@@ -273,7 +274,7 @@ def walk_rank(
                     e = lane_event[lanes + lane_of[j]] + ordinal[j]
                     ready = arrival[e]
                     guilty = last[e]
-                    complete = ready + main[v]
+                    complete = complete_ns[j - begin] if is_shared else ready + main[v]
                 complete += side[w]
                 if complete > now:
                     now = complete
@@ -306,7 +307,9 @@ def walk_rank(
                 if counts and moved > 0 and k != COLLECTIVE:
                     totals[MOVED_MESSAGE] += moved
             else:
-                complete = arrival[lane_event[lanes + lane_of[i]] + ordinal[i]] + moved
+                ready = arrival[lane_event[lanes + lane_of[i]] + ordinal[i]]
+                complete = complete_ns[at] if is_shared else ready + moved
+                moved = complete - ready
                 if counts:
                     if k == COLLECTIVE:
                         totals[MOVED_COLLECTIVE] += moved

@@ -70,6 +70,12 @@ def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:
     is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
     main = job.main[weights]
     transfer = np.where(is_compute, ABSENT, main)
+    if timeline.shared is not None:
+        # what a transfer took with its links shared, so that the timeline gives itself again
+        counts = ~is_compute & ~is_wait & (kind != UnitKind.SEND) & (main >= 0)
+        lanes = job.lanes.event[job.lanes.offsets[position] : job.lanes.offsets[position + 1]]
+        event = lanes[job.programs.lane_of[rows][counts]] + job.programs.ordinal[rows][counts]
+        transfer[counts] = times.end_ns[counts] - timeline.arrival_ns[event]
     # detached members keep their completion; in the graph it counts from the last arrival, which lies behind it
     transfer[~is_compute & ~is_wait & (main < 0)] = 0
     return {"start_ns": times.start_ns, "end_ns": times.end_ns, "transfer_ns": transfer, "gap_ns": job.side[weights],

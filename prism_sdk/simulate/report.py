@@ -119,8 +119,18 @@ def summarise(timeline: Timeline, *, num_stragglers: int = 5, base_step_ns: floa
             for at in order.tolist() if blame[at] > 0
         ),
         memory_peak_bytes=peak if peak >= 0 else None,
-        memory_peak_rank=int(job.ranks[int(job.memory_bytes.argmax())]) if peak >= 0 else None, notes=job.notes,
+        memory_peak_rank=int(job.ranks[int(job.memory_bytes.argmax())]) if peak >= 0 else None,
+        notes=(*job.notes, *_sharing_notes(timeline)),
     )  # fmt: skip
+
+
+def _sharing_notes(timeline: Timeline) -> tuple[str, ...]:
+    if timeline.sharing is None:
+        return ()
+    number, longer_ns = timeline.sharing
+    total = timeline.job.lanes.total_events
+    return (f"links are shared: {number:,} of {total:,} transfers take longer than alone, {longer_ns / 1e6:,.3f} ms "
+            "together",)  # fmt: skip
 
 
 def _interval(timeline: Timeline, step_time: float, base_step_ns: float | None) -> tuple[Interval | None, str]:

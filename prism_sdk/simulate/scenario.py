@@ -17,6 +17,7 @@ from prism_sdk.cluster.profile import Cluster, load_cluster
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
 from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.links import shared_links
 from prism_sdk.simulate.loading import RankColumns, load
 from prism_sdk.simulate.replicas import DataParallel
 from prism_sdk.simulate.restructure import Microbatches, Remove, combined
@@ -49,11 +50,19 @@ class Scenario:
     dp_groups: tuple[str, ...] = ()
     cluster: str | None = None
     transfers: Literal["all", "missing"] = "all"
+    #: Whether transfers that overlap share links; by default where the cluster gives all of them, because measured
+    #: transfers already have what they lost to each other.
+    link_sharing: bool | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is changed beside where transfers come from."""
-        return self == Scenario(cluster=self.cluster, transfers=self.transfers)
+        return self == self.unchanged
+
+    @property
+    def unchanged(self) -> Scenario:
+        """The job as it is, with transfers from the same place."""
+        return Scenario(cluster=self.cluster, transfers=self.transfers, link_sharing=self.link_sharing)
 
     @property
     def is_structural(self) -> bool:
@@ -114,13 +123,18 @@ class Scenario:
         if self.cluster is None:
             if self.link:
                 raise UsageError("--link changes a cluster profile: give one with --cluster")
+            if self.link_sharing:
+                raise UsageError("--link-sharing needs to know the links: give a profile with --cluster")
             return job
         cluster = load_cluster(self.cluster)
         job = with_cluster(job, cluster, which=self.transfers)
         if self.link:
             # measured tables know nothing of other links: times change as the model says
             bare = replace(cluster, tables=())
-            job = with_cluster(job, with_links(bare, self.link), relative_to=bare)
+            cluster = with_links(bare, self.link)
+            job = with_cluster(job, cluster, relative_to=bare)
+        if self.link_sharing or (self.link_sharing is None and self.transfers == "all"):
+            job = replace(job, links=shared_links(job, cluster))
         return job
 
 

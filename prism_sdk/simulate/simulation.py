@@ -15,6 +15,7 @@ from prism_sdk.graph.errors import GraphDeadlockError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.links import SharedRun, run_shared
 from prismtrace import Op, UnitKind
 
 __all__ = ["RankTimes", "Timeline", "simulate"]
@@ -47,6 +48,8 @@ class Timeline:
     #: The host clock of each rank behind its last unit.
     end_ns: Int64Array = field(repr=False)
     _slow: tuple[Int64Array, Int64Array, npt.NDArray[np.float64]] = field(repr=False)
+    #: Where links were shared: completions of all communication units.
+    shared: SharedRun | None = field(default=None, repr=False)
     _cache: OrderedDict[int, RankTimes] = field(default_factory=OrderedDict, repr=False, compare=False)
 
     def steps(self, position: int) -> tuple[npt.NDArray[np.int32], Int64Array, npt.NDArray[np.bool_]]:
@@ -74,6 +77,14 @@ class Timeline:
     def length_ns(self) -> int:
         """From the first clock to the end of the last rank."""
         return int(self.end_ns.max()) - int(self.job.origin_ns.min())
+
+    @property
+    def sharing(self) -> tuple[int, int] | None:
+        """How many transfers take longer because they share links, and how much longer together, ns."""
+        if self.shared is None:
+            return None
+        longer = self.shared.longer_ns
+        return int((longer > 0).sum()), int(longer.sum())
 
     def times(self, position: int) -> RankTimes:
         """When the units of a rank position start and end."""
@@ -126,12 +137,16 @@ class Timeline:
         rows = p.rows(int(job.program[position]))
         slow_begin, slow_from, slow_factor = self._slow
         held = np.zeros(int(p.num_holds[job.program[position]]) + 1, dtype=np.int64)
+        complete = held
+        if self.shared is not None:
+            first = int(self.shared.unit_begin[position])
+            complete = self.shared.complete_ns[first : first + rows.stop - rows.start]
         arguments = (
             p.kind, p.phase, p.lane_of, p.ordinal, p.awaited, p.hold, job.main, job.side, rows.start, rows.stop,
             int(job.weight_base[position]), int(job.lanes.offsets[position]), job.lanes.event,
             int(slow_begin[position]), int(slow_begin[position + 1]), slow_from, slow_factor,
-            float(job.scale[position]), int(job.origin_ns[position]), self.arrival_ns, self.last, held, start, end,
-            count_from, count_to, totals, blame, keep,
+            float(job.scale[position]), int(job.origin_ns[position]), self.arrival_ns, self.last, held, complete,
+            int(self.shared is not None), start, end, count_from, count_to, totals, blame, keep,
         )  # fmt: skip
         call(kernel.walk_rank, *arguments, num_units=len(job))
 
@@ -147,6 +162,8 @@ def _slow_segments(job: SimJob) -> tuple[Int64Array, Int64Array, npt.NDArray[np.
 
 def simulate(job: SimJob) -> Timeline:
     """When every unit of the job starts and ends, to the nanosecond; the cost is linear in units.
+
+    Where the job has links (``SimJob.links``), transfers that overlap share them, and the cost grows with the overlap.
 
     Raises:
         GraphDeadlockError: units of several ranks wait for each other in a circle.
@@ -168,7 +185,11 @@ def simulate(job: SimJob) -> Timeline:
     clock = job.origin_ns.copy()
     cursor = p.offsets[:-1][job.program].copy()
     step_end = np.zeros(int(step_offsets[-1]) + 1, dtype=np.int64)
-    finished = call(
+    shared = None
+    if job.links is not None:
+        shared = run_shared(job, job.links, remaining=remaining, arrival=arrival, last=last, clock=clock, cursor=cursor,
+                            step_offsets=step_offsets, step_end=step_end, slow=slow)  # fmt: skip
+    finished = shared.num_finished if shared is not None else call(
         kernel.run, p.kind, p.lane_of, p.ordinal, p.awaited, p.hold, p.bounds, job.main, job.side,
         p.offsets[:-1][job.program], p.offsets[1:][job.program], bound_begin, p.bound_offsets[1:][job.program],
         job.weight_base, lanes.offsets, lanes.event, hold_begin, step_offsets, job.scale, slow[0], slow[1], slow[2],
@@ -179,7 +200,7 @@ def simulate(job: SimJob) -> Timeline:
     if finished < num_ranks:
         _raise_deadlock(job, cursor)
     return Timeline(job=job, arrival_ns=arrival, last=last, step_end_ns=step_end, step_offsets=step_offsets,
-                    end_ns=clock, _slow=slow)  # fmt: skip
+                    end_ns=clock, shared=shared, _slow=slow)  # fmt: skip
 
 
 def _raise_deadlock(job: SimJob, cursor: Int64Array) -> None:

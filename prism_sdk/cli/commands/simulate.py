@@ -38,14 +38,13 @@ def command(file: Path, steps: StepRange | None, output: Path | None, as_json: b
         prism simulate graph.prism --cluster h100-sxm --link network.bandwidth_gb_per_s=x0.5
         prism simulate graph.prism --dp 64 --microbatches 32 --cluster mine.toml -o timeline.prism
     """
-    from prism_sdk.simulate import Scenario, simulate, summarise, write_timeline
+    from prism_sdk.simulate import simulate, summarise, write_timeline
 
     chosen = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
     scenario = scenario_of(changes)
     before = None
     if not scenario.is_empty:
-        plain = Scenario(cluster=scenario.cluster, transfers=scenario.transfers)
-        before = summarise(plain.run(file, steps=chosen))
+        before = summarise(scenario.unchanged.run(file, steps=chosen))
     timeline = simulate(scenario.job(file, steps=chosen))
     report = summarise(timeline, base_step_ns=None if before is None else before.step_time_ns)
     if output is not None:

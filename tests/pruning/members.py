@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ class Job:
         own, dtype = self.inputs[member], self.inputs[member].dtype
         if self.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             whole, bounds = own.copy(), split(len(own), self.size)
-            pieces = [whole[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+            pieces = [whole[a:b] for a, b in pairwise(bounds)]
             outgoing = pieces
         elif self.op in (Op.ALL_TO_ALL, Op.SCATTER):
             outgoing = self.blocks(member) if self.op is Op.ALL_TO_ALL or member == self.root else []

@@ -50,7 +50,9 @@ def jobs(draw: st.DrawFn, op: Op) -> tuple[Job, list[int]]:
     low, high = (1, 3) if reduce_op is ReduceOp.PRODUCT else (0, 100)
     inputs = [random.integers(low, high, n).astype(dtype) for n in lengths]
     if reduce_op is ReduceOp.PRODUCT and dtype in FLOATS:
-        inputs = [np.where(random.random(n) < 0.9, 1, one).astype(dtype) for n, one in zip(lengths, inputs, strict=True)]
+        inputs = [
+            np.where(random.random(n) < 0.9, 1, one).astype(dtype) for n, one in zip(lengths, inputs, strict=True)
+        ]
     elif dtype in FLOATS and op in REDUCTIONS:
         inputs = [(one / 7).astype(dtype) for one in inputs]
     return Job(op, reduce_op, inputs, root, counts), sandbox

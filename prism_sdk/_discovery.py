@@ -26,7 +26,9 @@ __all__ = [
     "one_line",
 ]
 
-BUILTIN_MODULES = ("prism_sdk.builtin.slices", "prism_sdk.builtin.local", "prism_sdk.builtin.primus")
+BUILTIN_MODULES = (
+    "prism_sdk.builtin.slices", "prism_sdk.builtin.local", "prism_sdk.builtin.gloo", "prism_sdk.builtin.primus",
+)  # fmt: skip
 """The plugins in the box, in order of loading; the last part of the name is the plugin's name."""
 
 _OWN_DISTRIBUTION = "prismtrace"

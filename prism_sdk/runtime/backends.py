@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from prism_sdk.abc import ReplaySession
+from prism_sdk.abc import Assistance, ReplaySession
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 
 
@@ -22,6 +22,7 @@ class SandboxContext:
     sandbox: tuple[int, ...]
     world_size: int
     options: Mapping[str, str] = field(default_factory=dict)
+    assistance: Assistance = field(default_factory=Assistance)
 
 
 def open_backend(spec: RankSpec, facts: EmulateSpec) -> ReplaySession:
@@ -29,4 +30,6 @@ def open_backend(spec: RankSpec, facts: EmulateSpec) -> ReplaySession:
     from prism_sdk.plugins import PluginManager
 
     backend = PluginManager(named=spec.plugins, only=("backend",)).backend(facts.backend)
-    return backend.open(SandboxContext(facts.graph, spec.rank, facts.sandbox, spec.world_size, facts.options))
+    return backend.open(
+        SandboxContext(facts.graph, spec.rank, facts.sandbox, spec.world_size, facts.options, facts.assistance)
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
 
 import prismtrace
-from prism_sdk.abc import ReplaySession
+from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
 from prism_sdk.runtime import tracer as rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
@@ -26,7 +27,7 @@ from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number,
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
-from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_of, plain
+from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
@@ -49,8 +50,7 @@ class EmulateSeam(Seam):
         self.cursor = Cursor(script, str(self.facts.graph))
         plan = BoundaryPlan.load(self.facts.plan)
         self._sandbox = frozenset(self.facts.sandbox)
-        several = len(self.facts.sandbox) > 1
-        board = PostBoard(self.facts.board_fd, len(self.facts.sandbox)) if several else None
+        board = PostBoard(self.facts.board_fd, len(self.facts.sandbox)) if self.facts.board_fd >= 0 else None
         self.engine = BoundaryEngine(plan, spec.rank, board)
         self.reader = prismtrace.TraceReader(self.facts.graph)
         ring_fd = self.facts.ring_fds[self.facts.sandbox.index(spec.rank)]
@@ -112,8 +112,10 @@ class EmulateSeam(Seam):
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
         if one.sources:
             self.pool.announce(one.first_item + moved)
+        carriage = self.session.carry(CarriedOperation(call, one, handle, self._recorded_own(one, moved)))
         work = PrismWork(
-            self._completer(call, one, moved, unit, posted, handle, seq), self._poller(handle), call.outputs,
+            self._completer(call, one, moved, unit, posted, handle, seq, carriage), self._poller(handle, carriage),
+            call.outputs,
             is_async=call.is_async, late_wait=self._late_wait(unit),
             line=None if call.is_p2p else (call.group.group_id, seq),
         )  # fmt: skip
@@ -156,15 +158,35 @@ class EmulateSeam(Seam):
     def _late_wait(self, unit: int) -> Callable[[], None]:
         return lambda: self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
 
-    def _poller(self, handle: tuple[int, int]) -> Any:
+    def _poller(self, handle: tuple[int, int], carriage: Carriage | None) -> Any:
+        if carriage is not None:
+            return lambda: carriage.is_done() and self.engine.is_complete(handle, now_ns())
         return lambda: self.engine.is_complete(handle, now_ns())
 
+    @cached_property
+    def _beside(self) -> prismtrace.TraceReader:
+        """A reader for threads beside the program's own."""
+        return prismtrace.TraceReader(self.facts.graph)
+
+    def _recorded_own(self, one: Expected, moved: int) -> Callable[[], memoryview | None]:
+        """Looks up what this rank contributed to an announced operation in the recording."""
+        if OWN not in one.sources:
+            return lambda: None
+        index = one.first_item + moved + one.sources.index(OWN)
+        return lambda: self.pool.peek(index, self._beside)
+
     def _completer(
-        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int
-    ) -> Any:
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int,
+        carriage: Carriage | None,
+    ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
-            self._give_values(call, one, moved)
+            if carriage is not None:
+                carriage.wait()
+            if carriage is None or not one.sources or not carriage.deliver():
+                self._give_values(call, one, moved)
+            else:
+                self.pool.release(one.first_item + moved, len(one.sources))
             due = self.engine.completion(handle)
             blocked = due > now_ns()
             late = self.session.hold_until(due)
@@ -257,6 +279,7 @@ class EmulateSeam(Seam):
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
             "operations_not_reached": self.cursor.num_left,
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
+            **self.session.summary(),
         }  # fmt: skip
 
 
@@ -306,18 +329,6 @@ def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: m
         total = torch.minimum(total, live)
     with torch.no_grad():
         output.detach().copy_(total.view(output.shape))
-
-
-def memory_differs(a: memoryview, b: memoryview) -> bool:
-    """Whether two pieces of memory differ, compared in one pass without a copy."""
-    count = len(a)
-    if count != len(b):
-        return True
-    whole = count - count % 8
-    first = torch.frombuffer(a, dtype=torch.int64, count=whole // 8) if whole else None
-    if first is not None and not torch.equal(first, torch.frombuffer(b, dtype=torch.int64, count=whole // 8)):
-        return True
-    return bytes(a[whole:]) != bytes(b[whole:])
 
 
 def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:

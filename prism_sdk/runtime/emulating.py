@@ -12,11 +12,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
@@ -90,16 +92,26 @@ def run_sandbox(
     work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
     try:
         progress.doing("contracting the graph")
-        scripts, facts = _prepare(config, graph_path.absolute(), tuple(sandbox), work, times, progress.say)
+        backend = _backend(config)
+        scripts, facts = _prepare(
+            config, graph_path.absolute(), tuple(sandbox), work, times, progress.say,
+            needs_board=backend is not None and backend.needs_board,
+        )  # fmt: skip
         end_step = max(script.last_step for script in scripts.values()) + 1
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
+        spare = _spare_cpus(config, len(facts.sandbox))
         try:
-            with _assistants(facts, scripts, work, pin=config.pin, world_size=config.world_size):
+            with (
+                _assistants(facts, scripts, work, cpus=spare),
+                _assist(backend, _AssistContext(facts, work, spare, progress.say)) as assistance,
+            ):
                 policy = SandboxPolicy(end_step=end_step)
                 result = run_job(
-                    replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox, emulate=facts,
-                    metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox))},
-                    descriptors=fds,
+                    replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
+                    emulate=replace(facts, assistance=assistance),
+                    metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox)),
+                              "emulate.backend": facts.backend},
+                    descriptors=[*fds, *assistance.descriptors],
                 )  # fmt: skip
             _check_the_rest(result, scripts, graph_path, progress.say)
             return result
@@ -108,6 +120,53 @@ def run_sandbox(
                 os.close(fd)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _backend(config: LaunchConfig) -> ReplayBackend | None:
+    """The backend that the user named; absent for the default one, which needs nobody beside the ranks."""
+    if config.backend in (None, DEFAULT_BACKEND):
+        return None
+    from prism_sdk.plugins import PluginManager
+
+    return PluginManager(named=config.plugins, only=("backend",)).backend(config.backend)
+
+
+@dataclass(frozen=True)
+class _AssistContext:
+    """What a backend may see in the launcher (implements prism_sdk.abc.AssistContext)."""
+
+    facts: EmulateSpec
+    work_dir: Path
+    cpus: Sequence[int]
+    report: Report
+
+    @property
+    def graph_path(self) -> Path:
+        return self.facts.graph
+
+    @property
+    def sandbox(self) -> Sequence[int]:
+        return self.facts.sandbox
+
+    @property
+    def board_fd(self) -> int:
+        return self.facts.board_fd
+
+    @property
+    def options(self) -> Mapping[str, str]:
+        return self.facts.options
+
+
+def _assist(backend: ReplayBackend | None, context: AssistContext) -> AbstractContextManager[Assistance]:
+    return contextlib.nullcontext(Assistance()) if backend is None else backend.assist(context)
+
+
+def _spare_cpus(config: LaunchConfig, num_sandbox: int) -> list[int]:
+    """The CPUs that no sandbox rank uses; none where the user asked for no binding."""
+    if not config.pin:
+        return []
+    shares = [sandbox_cpus(i, num_sandbox=num_sandbox, world_size=config.world_size) or () for i in range(num_sandbox)]
+    return sorted(os.sched_getaffinity(0) - {cpu for share in shares for cpu in share})
 
 
 def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Path, report: Report) -> None:
@@ -131,8 +190,9 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
 
 
 def _prepare(
-    config: LaunchConfig, graph_path: Path, sandbox: tuple[int, ...], work: Path, times: Path | None, report: Report
-) -> tuple[dict[int, Script], EmulateSpec]:
+    config: LaunchConfig, graph_path: Path, sandbox: tuple[int, ...], work: Path, times: Path | None, report: Report,
+    *, needs_board: bool,
+) -> tuple[dict[int, Script], EmulateSpec]:  # fmt: skip
     """Everything that can be worked out before the ranks start."""
     try:
         reader = TraceReader(graph_path)
@@ -158,7 +218,7 @@ def _prepare(
         if not script.has_values:
             report(f"rank {rank}: some values were not recorded; what it computes from them is not right")
     rings = tuple(create_ring(_ring_bytes(config, script)) for script in scripts.values())
-    board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 else -1
+    board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 or needs_board else -1
     if board >= 0:
         os.ftruncate(board, 1 << 42)
     facts = EmulateSpec(
@@ -182,18 +242,13 @@ def _ring_bytes(config: LaunchConfig, script: Script) -> int:
 
 
 @contextlib.contextmanager
-def _assistants(
-    facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, pin: bool, world_size: int
-) -> Iterator[None]:
-    """One prefetching process for each sandbox rank, on CPUs that no sandbox rank uses where there are any."""
-    num_sandbox = len(facts.sandbox)
-    shares = [sandbox_cpus(i, num_sandbox=num_sandbox, world_size=world_size) or () for i in range(num_sandbox)]
-    spare = sorted(os.sched_getaffinity(0) - {cpu for share in shares for cpu in share}) if pin else []
+def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, cpus: Sequence[int]) -> Iterator[None]:
+    """One prefetching process for each sandbox rank, on `cpus` where there are any."""
     processes = []
     try:
         for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):
             save_sequence(work / f"sequence-{rank}", script.sequence)
-            arguments = [str(ring_fd), str(facts.graph), str(work / f"sequence-{rank}"), ",".join(map(str, spare))]
+            arguments = [str(ring_fd), str(facts.graph), str(work / f"sequence-{rank}"), ",".join(map(str, cpus))]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "prism_sdk.runtime.prefetch", *arguments], pass_fds=[ring_fd],

@@ -36,6 +36,11 @@ class PostBoard:
         """The origin of the job's clock, set by the first sandbox rank."""
         return self._wait(lambda: struct.unpack("<q", os.pread(self._fd, 8, 0))[0], "the first sandbox rank to start")
 
+    def origin_if_set(self) -> int:
+        """The origin, 0 before it is set."""
+        raw = os.pread(self._fd, 8, 0)
+        return int(struct.unpack("<q", raw)[0]) if len(raw) == 8 else 0
+
     def publish(self, row: int, member: int, posted_ns: int) -> None:
         os.pwrite(self._fd, _POST.pack(posted_ns), self._position(row, member))
 
@@ -87,6 +92,12 @@ class BoundaryEngine:
         if self._me == 0:
             self._board.publish_origin(origin)
         self._origin_ns = self._board.origin()
+
+    def arrival(self, handle: tuple[int, int]) -> int | None:
+        """When the last member arrived at an operation, for an onlooker without posts of its own; never waits."""
+        if not self._origin_ns:
+            self._origin_ns = self._board.origin_if_set() if self._board is not None else 0
+        return self._arrival(handle, wait=False) if self._origin_ns else None
 
     def row(self, index: int, shift: int) -> int:
         """The row of an operation on the board."""

@@ -78,7 +78,7 @@ class Script:
         return script
 
 
-class _Values:
+class RecordedValues:
     """Payload digests of every rank's communication, by operation."""
 
     def __init__(self, reader: TraceReader, ranks: Sequence[int]) -> None:
@@ -105,11 +105,11 @@ def _tag(value: Any) -> int:
 
 def read_scripts(reader: TraceReader, sandbox: Sequence[int]) -> dict[int, Script]:
     """The script of each sandbox rank. Payloads that were not recorded leave `has_values` False."""
-    values = _Values(reader, reader.ranks)
+    values = RecordedValues(reader, reader.ranks)
     return {rank: _script(reader, rank, frozenset(sandbox), values) for rank in sandbox}
 
 
-def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: _Values) -> Script:
+def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: RecordedValues) -> Script:
     table = reader.units(rank)
     steps = reader.steps(rank)
     last_step = int(steps.step[-1]) if len(steps) else 0
@@ -166,7 +166,7 @@ def _expected(reader: TraceReader, table: Any, row: int, rank: int, sandbox: fro
 
 
 def _sources(
-    one: Expected, table: Any, row: int, rank: int, sandbox: frozenset[int], values: _Values
+    one: Expected, table: Any, row: int, rank: int, sandbox: frozenset[int], values: RecordedValues
 ) -> tuple[tuple[int, ...], list[bytes | None], dict[int, tuple[int, ...]]]:
     """Which payloads the operation needs: (source, digest) pairs, and the splits of an all-to-all."""
     ranks = one.group_ranks

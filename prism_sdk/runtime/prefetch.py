@@ -14,6 +14,7 @@ import os
 import pickle
 import struct
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ class Consumer:
         self._sequence = sequence
         self._open: dict[int, None] = {}  # first payloads of operations that were announced and not released, ascending
         self._released = 0
+        self._beside = threading.Lock()
         self.counts = PrefetchCounts()
 
     def announce(self, first: int) -> None:
@@ -142,6 +144,23 @@ class Consumer:
             self.counts.misses += 1
             self.counts.miss_bytes += item.num_bytes
         return views
+
+    def peek(self, index: int, reader: prismtrace.TraceReader) -> memoryview:
+        """Payload `index` of an operation that was announced, for a thread beside the rank's own; counts nothing.
+
+        What is not there yet is read with `reader`, which other threads may share.
+        """
+        if self._ring.consumed <= index < self._ring.produced:
+            offset, num_bytes = self._ring.entry(index)
+            if offset >= 0:
+                return self._ring.data(offset, num_bytes)
+        item = self._sequence.from_index(index)
+        assert item is not None
+        buffer = bytearray(item.num_bytes)
+        if item.num_bytes:
+            with self._beside:
+                reader.read_payload_into(item.digest, buffer)
+        return memoryview(buffer)
 
     def release(self, first: int, count: int) -> None:
         """The operation has what it took. The pool keeps everything from the oldest operation on that has not."""

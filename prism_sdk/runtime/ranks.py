@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from prism_sdk.abc import Assistance
 from prism_sdk.runtime.config import LaunchMode, PayloadMode, StepRange
 from prism_sdk.runtime.roles.layout import RolePlan
 
@@ -25,6 +26,7 @@ class EmulateSpec:
     board_fd: int  # posts of the sandbox ranks; -1 with only one
     needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
+    assistance: Assistance = field(default_factory=Assistance)  # what the backend has started in the launcher
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from prismtrace.model import ReduceOp
 
 ReadInto = Callable[[int, int, memoryview], None]  # (member, offset in its contribution, destination)
 
-_FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
+FOLD: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], object]] = {
     ReduceOp.SUM: lambda total, part: total.add_(part),
     ReduceOp.AVG: lambda total, part: total.add_(part),
     ReduceOp.PREMUL_SUM: lambda total, part: total.add_(part),
@@ -76,7 +76,7 @@ def fill(tensor: torch.Tensor, read: Callable[[memoryview], None]) -> None:
 
 def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Tensor]:
     """Reduce all contributions to `call` in rank order; one flat tensor for each tensor of the contribution."""
-    fold = _FOLD[call.reduce_op]
+    fold = FOLD[call.reduce_op]
     totals, offset = [], 0
     for like in call.contribution:
         total = torch.empty(like.numel(), dtype=like.dtype)
@@ -99,7 +99,7 @@ def combine_weighted(
     call: Call, parts: Sequence[tuple[int, int]], num_members: int, read_into: ReadInto
 ) -> list[torch.Tensor]:
     """As `combine`, where each part is (a member, for how many members its contribution stands)."""
-    fold = _FOLD[call.reduce_op]
+    fold = FOLD[call.reduce_op]
     totals, offset = [], 0
     for like in call.contribution:
         total = torch.empty(like.numel(), dtype=like.dtype)
@@ -166,3 +166,15 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
         target[:] = source
         return
     ctypes.memmove(destination, (ctypes.c_char * len(source)).from_buffer(source), len(target))
+
+
+def memory_differs(a: memoryview, b: memoryview) -> bool:
+    """Whether two pieces of memory differ, compared in one pass without a copy."""
+    count = len(a)
+    if count != len(b):
+        return True
+    whole = count - count % 8
+    first = torch.frombuffer(a, dtype=torch.int64, count=whole // 8) if whole else None
+    if first is not None and not torch.equal(first, torch.frombuffer(b, dtype=torch.int64, count=whole // 8)):
+        return True
+    return bytes(a[whole:]) != bytes(b[whole:])

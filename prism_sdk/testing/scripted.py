@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import prismtrace
-from prism_sdk.abc import CalibrationContext
+from prism_sdk.abc import Assistance, CalibrationContext
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prismtrace import GraphKind, Op, Phase, ReduceOp, UnitKind
@@ -176,6 +176,7 @@ class ScriptedReplay:
     sandbox: Sequence[int] = (0,)
     world_size: int = 2
     options: Mapping[str, str] = field(default_factory=dict)
+    assistance: Assistance = field(default_factory=Assistance)
 
     @classmethod
     def create(cls, folder: Path, *, world_size: int = 2) -> ScriptedReplay:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prism_sdk.abc import CalibrationStrategy, ReplayBackend
+from prism_sdk.builtin.gloo import GlooBackend
 from prism_sdk.builtin.local import LocalBackend
 from prism_sdk.builtin.slices import Slices
 from prism_sdk.plugins import PluginManager
@@ -15,6 +16,7 @@ def test_the_box_is_not_empty_and_not_broken() -> None:
     assert [(record.name, record.status, record.origin) for record in manager.records()] == [
         ("slices", "ok", "built-in"),
         ("local", "ok", "built-in"),
+        ("gloo", "ok", "built-in"),
         ("primus", "ok", "built-in"),
     ]
     assert isinstance(manager.strategy("slices"), Slices)
@@ -34,3 +36,8 @@ class TestSlices(CalibrationStrategyContract):
 class TestLocal(ReplayBackendContract):
     def make_backend(self) -> ReplayBackend:
         return LocalBackend()
+
+
+class TestGloo(ReplayBackendContract):
+    def make_backend(self) -> ReplayBackend:
+        return GlooBackend()

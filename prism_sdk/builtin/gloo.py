@@ -1,0 +1,143 @@
+"""The replay backend `gloo`: real messages between the sandbox ranks and an assistant that plays their neighbours.
+
+Responsible for starting the assistant and connecting a sandbox rank with it; schedules are prism_sdk.pruning's, what
+the two ends do is in prism_sdk.runtime (carry.py, virtual.py). A backend for other devices differs in the transport.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prism_sdk.abc import (
+    Assistance,
+    AssistContext,
+    Carriage,
+    CarriedOperation,
+    ReplayBackend,
+    ReplayContext,
+    ReplaySession,
+)
+from prism_sdk.builtin.local import LocalSession
+from prism_sdk.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.carry import Carrier
+
+_LIMIT_BYTES = 256 << 20
+_PATIENCE_S = 5.0
+
+
+class GlooSession(LocalSession):
+    """Carries operations, and holds the rank for what is left of their time."""
+
+    def __init__(self, carrier: Carrier | None) -> None:
+        """Without a carrier (no assistant was started) it only holds."""
+        self._carrier = carrier
+
+    def carry(self, operation: CarriedOperation) -> Carriage | None:
+        return None if self._carrier is None else self._carrier.carry(operation)
+
+    def summary(self) -> Mapping[str, object]:
+        return {} if self._carrier is None else self._carrier.summary()
+
+
+class GlooBackend(ReplayBackend):
+    """Moves the bytes of the whole group's algorithm between the sandbox and few virtual neighbours."""
+
+    name = "gloo"
+    description = "real messages over gloo with virtual neighbours, pruned to what touches the sandbox"
+    needs_board = True
+
+    def assist(self, context: AssistContext) -> AbstractContextManager[Assistance]:
+        return _assistant(context)
+
+    def open(self, context: ReplayContext) -> ReplaySession:
+        facts = context.assistance.facts
+        if not facts:
+            return GlooSession(None)
+        from prism_sdk.runtime.announce import SameBoard
+        from prism_sdk.runtime.carry import Carrier
+        from prism_sdk.runtime.virtual import connect_groups
+
+        sandbox = tuple(context.sandbox)
+        communicators = connect_groups(facts["groups"], sandbox, facts["folder"], rank=context.rank)
+        board = SameBoard(facts["same_fd"], len(sandbox), facts["num_operations"])
+        control = socket.socket(fileno=facts["control_fds"][sandbox.index(context.rank)])
+        carrier = Carrier(context.rank, sandbox, communicators=communicators, control=control, board=board)
+        return GlooSession(carrier)
+
+
+@contextlib.contextmanager
+def _assistant(context: AssistContext) -> Iterator[Assistance]:
+    """The assistant process, from before the sandbox ranks start to after they have ended."""
+    from prism_sdk.graph.plan import BoundaryPlan
+    from prism_sdk.runtime.manifest import Script
+    from prism_sdk.runtime.virtual import VirtualFacts
+
+    sandbox = tuple(context.sandbox)
+    groups = {
+        one.group_id: one.group_ranks
+        for rank in sandbox
+        for one in Script.load(context.work_dir / f"script-{rank}").expected
+        if one.stream is not None
+    }
+    same_fd = os.memfd_create("prism-same", 0)
+    os.ftruncate(same_fd, 1 << 42)
+    pairs = [socket.socketpair() for _ in sandbox]
+    facts = VirtualFacts(
+        graph=context.graph_path, folder=context.work_dir, sandbox=sandbox, groups=groups, board_fd=context.board_fd,
+        same_fd=same_fd, control_fds=tuple(theirs.fileno() for _, theirs in pairs), cpus=tuple(context.cpus),
+        limit_bytes=int(context.options.get("prefetch_bytes", _LIMIT_BYTES)),
+    )  # fmt: skip
+    path = context.work_dir / "virtual"
+    path.write_bytes(pickle.dumps(facts))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "prism_sdk.runtime.virtual", str(path)],
+        pass_fds=[same_fd, context.board_fd, *facts.control_fds], start_new_session=True,
+    )  # fmt: skip
+    try:
+        control_fds = tuple(ours.fileno() for ours, _ in pairs)
+        yield Assistance(
+            facts={
+                "groups": groups, "folder": context.work_dir, "same_fd": same_fd, "control_fds": control_fds,
+                "num_operations": len(BoundaryPlan.load(context.work_dir / "plan")),
+            },
+            descriptors=(same_fd, *control_fds),
+        )  # fmt: skip
+    finally:
+        process.terminate()
+        try:
+            process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        os.close(same_fd)
+        for ours, theirs in pairs:
+            ours.close()
+            theirs.close()
+        _report(context, path.with_suffix(".json"))
+
+
+def _report(context: AssistContext, path: Path) -> None:
+    if path.exists():
+        facts = json.loads(path.read_text())
+        context.report(
+            f"virtual neighbours: {facts['num_operations']} operations in {facts['num_communicators']} reduced "
+            f"communicators, {facts['sent_bytes']} bytes sent, {facts['received_bytes']} received, values ready "
+            f"{facts['supply_hits']} of {facts['supply_hits'] + facts['supply_misses']} times"
+        )
+
+
+@hookimpl
+def prism_register_backends() -> list[ReplayBackend]:
+    return [GlooBackend()]

@@ -378,6 +378,10 @@ class UnitNamer(Protocol):
     def num_optimizer_steps(self) -> int:
         """How many steps of optimizers have ended so far: who counts microbatches begins anew when it grows."""
 
+    @property
+    def num_backward_passes(self) -> int:
+        """How many backward passes have begun so far: forward passes between two of them are one microbatch."""
+
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """Collectives in the process group called ``group`` during ``phase`` that nobody named are of this ``part``.
 

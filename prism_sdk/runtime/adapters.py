@@ -181,6 +181,11 @@ class TracerNamer:
         """How many steps of optimizers have ended so far."""
         return self._tracer.num_optimizer_steps
 
+    @property
+    def num_backward_passes(self) -> int:
+        """How many backward passes have begun so far."""
+        return self._tracer.num_backward_passes
+
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """What collectives of a group are in a phase, where nobody named them."""
         self._tracer.parts_of_groups[(group, _PHASES.get(phase, _OTHER))] = Names(part=part, adapter=self._adapter)

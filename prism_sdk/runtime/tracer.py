@@ -80,6 +80,7 @@ class Tracer:
         self.names: Names | None = None
         self.assumed: Names | None = None  # where no stretch is open
         self.num_optimizer_steps = 0
+        self.num_backward_passes = 0
         self._named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
         self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
@@ -193,6 +194,7 @@ class Tracer:
                 row[PHASE] = int(Phase.FORWARD)
         self._open_losses += losses
         self._num_backwards += 1
+        self.num_backward_passes += 1
 
     def backward_ends(self) -> None:
         self._enter(self._named_phase)

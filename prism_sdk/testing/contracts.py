@@ -163,6 +163,11 @@ class NullNamer:
         """None."""
         return 0
 
+    @property
+    def num_backward_passes(self) -> int:
+        """None."""
+        return 0
+
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """Nothing."""
 

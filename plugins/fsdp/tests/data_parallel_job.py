@@ -1,6 +1,6 @@
 """Jobs on CPU that train one small model under each data parallelism in turn: two microbatches, two steps each.
 
-    prism record --nproc-per-node 4 ... -- data_parallel_job.py ddp fsdp1 fsdp2 hsdp tensor
+    prism record --nproc-per-node 4 ... -- data_parallel_job.py ddp fsdp1 fsdp2 hsdp grouped twice tensor
 
 It holds no test, and nothing in it knows about Prism.
 """
@@ -37,12 +37,13 @@ class Model(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.norm(x))
 
 
 def sharded(model: Model, mesh: object = None) -> Model:
@@ -64,6 +65,9 @@ def build(kind: str) -> nn.Module:
         return sharded(model)
     if kind == "hsdp":
         return sharded(model, init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard")))
+    if kind in ("grouped", "twice"):
+        fully_shard([model.norm, model.head])
+        return sharded(model)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -85,7 +89,10 @@ def main() -> None:
                 is_last = microbatch == MICROBATCHES - 1
                 quiet = kind == "ddp" and not is_last
                 with model.no_sync() if quiet else contextlib.nullcontext():
-                    loss = (model(x) - x.tanh()).square().mean()
+                    output = model(x)
+                    if kind == "twice":  # two forward passes for one backward pass
+                        output = (output + model(x)) / 2
+                    loss = (output - x.tanh()).square().mean()
                     loss.backward()
                 losses.append(loss.item())
             optimizer.step()

@@ -17,7 +17,7 @@ from prism_sdk.abc import FrameworkAdapter
 from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order
 
 JOB = Path(__file__).parent / "data_parallel_job.py"
-KINDS = ("ddp", "fsdp1", "fsdp2", "hsdp", "tensor")
+KINDS = ("ddp", "fsdp1", "fsdp2", "hsdp", "grouped", "twice", "tensor")
 LAYERS = ("blocks.0", "blocks.1", "(root)")
 
 
@@ -67,6 +67,19 @@ def test_fsdp2_names_the_computing_of_layers(job: Job) -> None:
     assert [layer for layer in forward if layer != "(root)"] == ["blocks.0", "blocks.1"]
     found = list(dict.fromkeys(backward))
     assert found.index("blocks.1") < found.index("blocks.0")
+
+
+def test_modules_that_are_sharded_together_are_one_layer(job: Job) -> None:
+    order = job.order("grouped")
+    layers = ("blocks.0", "blocks.1", "norm, head")
+    assert counted(order, "grad_sync", "reduce_scatter") == {(layer, mb): 1 for layer in layers for mb in (0, 1)}
+    rest = job.order("grouped", named_only=False)  # a stretch that is not left would name all that follows
+    assert {unit.layer for unit in rest if unit.phase == "optimizer"} == {None}
+
+
+def test_two_forward_passes_for_one_loss_are_one_microbatch(job: Job) -> None:
+    gathers = counted([unit for unit in job.order("twice") if unit.phase == "forward"], "param_gather", "all_gather")
+    assert gathers["blocks.0", 0] == gathers["blocks.0", 1] == 2
 
 
 def test_hybrid_sharding_reduces_over_replicas_too(job: Job) -> None:

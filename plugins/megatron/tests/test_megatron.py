@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,17 +102,43 @@ def test_passes_are_in_the_interleaved_order(mixed: Job) -> None:
         assert mixed.passes(rank) == interleaved(rank // 2, 2, 2)
 
 
-def test_every_message_is_sent_and_received_once(dense: Job) -> None:
-    sent: Counter[tuple[int | str | None, ...]] = Counter()
-    received: Counter[tuple[int | str | None, ...]] = Counter()
+def messages(job: Job) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]]]:
+    """What all ranks sent and received: from, to, phase, microbatch, stage that receives."""
+    sent: Counter[tuple[Any, ...]] = Counter()
+    received: Counter[tuple[Any, ...]] = Counter()
     for rank in range(4):
-        for unit in dense.order(rank):
+        for unit in job.order(rank):
+            towards = 1 if unit.phase == "forward" else -1
             if unit.op == "send":
-                assert unit.label == ("send activation" if rank < 2 else "send gradient")
-                sent[(rank, unit.peer, unit.phase, unit.microbatch)] += 1
+                assert unit.stage is not None
+                sent[(rank, unit.peer, unit.phase, unit.microbatch, unit.stage + towards)] += 1
             elif unit.op == "recv":
-                received[(unit.peer, rank, unit.phase, unit.microbatch)] += 1
+                received[(unit.peer, rank, unit.phase, unit.microbatch, unit.stage)] += 1
+    return sent, received
+
+
+def test_every_message_is_sent_and_received_once(dense: Job) -> None:
+    sent, received = messages(dense)
     assert sent == received and len(sent) == 4 * MICROBATCHES and set(sent.values()) == {1}
+    for rank in range(4):
+        labels = {unit.label for unit in dense.order(rank) if unit.op == "send"}
+        assert labels == {"send activation" if rank < 2 else "send gradient"}
+
+
+def test_messages_of_interleaved_stages_belong_to_their_passes(mixed: Job) -> None:
+    sent, received = messages(mixed)
+    assert sent == received and set(sent.values()) == {1}
+    assert len(sent) == 2 * 3 * 2 * MICROBATCHES  # both directions, between four stages, of two replicas
+    for rank in range(4):
+        order = mixed.order(rank)
+        for part in ("forward", "backward"):
+            passes: dict[tuple[int | None, int | None], int] = {}
+            for at, unit in enumerate(order):
+                if unit.part == part and unit.op is None:
+                    passes.setdefault((unit.microbatch, unit.stage), at)
+            for at, unit in enumerate(order):
+                if unit.phase == part and unit.op in ("send", "recv"):  # sent after its pass, received before it
+                    assert (passes[unit.microbatch, unit.stage] < at) == (unit.op == "send")
 
 
 def test_layers_stages_purposes_and_coordinates(dense: Job, mixed: Job) -> None:

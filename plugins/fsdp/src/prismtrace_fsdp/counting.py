@@ -11,11 +11,14 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches:
-    """The forward passes of one model since the last step of an optimizer are the microbatches of the step."""
+    """Each forward pass of a model that comes after a backward pass begins a microbatch; an optimizer's step, the first.
+
+    So a loop may call its model several times for one loss.
+    """
 
     def __init__(self, namer: UnitNamer) -> None:
         self._namer = namer
-        self._count: dict[int, int] = {}
+        self._count: dict[int, tuple[int, int]] = {}  # model -> its microbatch, and backward passes before it
         self._at_step = 0
         self._torch: Any = None
 
@@ -30,6 +33,9 @@ class Microbatches:
         if step != self._at_step:
             self._at_step = step
             self._count.clear()
-        microbatch = self._count.get(model, 0)
-        self._count[model] = microbatch + 1
+        backwards = self._namer.num_backward_passes
+        microbatch, before = self._count.get(model, (-1, -1))
+        if backwards != before:
+            microbatch += 1
+            self._count[model] = microbatch, backwards
         self._namer.assume(microbatch=microbatch)

@@ -65,7 +65,7 @@ class Sharded:
 
     def layer_begins(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         group = _group_of(state)
-        if group is None:
+        if group is None or id(state) in self._forward:  # `fully_shard([norm, head])`: each module calls, the last ends
             return
         if id(group) not in self._known:
             self._known.add(id(group))
@@ -104,6 +104,9 @@ class Sharded:
         if group._is_hsdp and (replicate := _name_of(group, "_all_reduce_process_group")):
             purposes[replicate] = "dp_replicate"
         self._namer.purposes(purposes)
+        mesh = getattr(group.mesh_info, "mesh", None)
+        if mesh is not None and mesh.mesh_dim_names is None:  # else its dimensions have told
+            self._namer.coordinates({"dp_shard": int(group._all_gather_process_group.rank())})
 
 
 def _group_of(state: Any) -> Any:

@@ -54,6 +54,8 @@ class Schedules:
         self._is_interleaved = False
         self._microbatch_of: dict[int, tuple[int, int | None]] = {}  # output tensor -> microbatch and chunk
         self._sent: Counter[str] = Counter()  # messages of the step so far, by lane
+        self._planned: tuple[int, ...] | None = None  # the interleaved step for which the plan holds
+        self._plan: dict[str, list[tuple[int, int]]] = {}  # lane -> microbatches and chunks of its messages
 
     def around(self) -> Sequence[Around]:
         """The table of hooks."""
@@ -69,15 +71,37 @@ class Schedules:
         ]
 
     def step_of_one_stage(self, *, num_microbatches: int, **_: Any) -> int:
-        return self._begin(num_microbatches, num_chunks=1, has_stages=False, is_interleaved=False)
+        self._begin(num_microbatches, num_chunks=1, has_stages=False, is_interleaved=False)
+        return self._namer.enter()
 
     def step_of_stages(self, *, num_microbatches: int, **_: Any) -> int:
-        return self._begin(num_microbatches, num_chunks=1, has_stages=True, is_interleaved=False)
+        self._begin(num_microbatches, num_chunks=1, has_stages=True, is_interleaved=False)
+        return self._namer.enter()
 
     def step_of_chunks(self, *, num_microbatches: int, model: Sequence[Any], **_: Any) -> int:
-        return self._begin(num_microbatches, num_chunks=len(model), has_stages=True, is_interleaved=True)
+        self._begin(num_microbatches, num_chunks=len(model), has_stages=True, is_interleaved=True)
+        self._plan_messages(int(num_microbatches), model)
+        return self._namer.enter()
 
-    def _begin(self, num_microbatches: int, *, num_chunks: int, has_stages: bool, is_interleaved: bool) -> int:
+    def _plan_messages(self, num_microbatches: int, model: Sequence[Any]) -> None:
+        """In each lane messages go in the order of passes, without those that begin or end the pipeline."""
+        schedules = sys.modules[_SCHEDULES]
+        config = schedules.get_model_config(model[0])
+        key = (num_microbatches, len(model), int(config.microbatch_group_size_per_vp_stage))
+        if self._planned == key:
+            return
+        self._planned, last = key, len(model) - 1
+        passes = [(int(number), int(chunk)) for number, chunk in schedules.get_schedule_table(*key)]
+        backwards = [(number, last - chunk) for number, chunk in passes]
+        is_first, is_last = self._stage == 0, self._stage == self._num_stages - 1
+        self._plan = {
+            "tensor_recv_prev": [one for one in passes if not (is_first and one[1] == 0)],
+            "tensor_send_next": [one for one in passes if not (is_last and one[1] == last)],
+            "tensor_recv_next": [one for one in backwards if not (is_last and one[1] == last)],
+            "tensor_send_prev": [one for one in backwards if not (is_first and one[1] == 0)],
+        }
+
+    def _begin(self, num_microbatches: int, *, num_chunks: int, has_stages: bool, is_interleaved: bool) -> None:
         self._parts.begin(num_forwards=int(num_microbatches) * num_chunks)
         self._microbatch_of.clear()
         self._sent.clear()
@@ -87,7 +111,6 @@ class Schedules:
             state = sys.modules["megatron.core.parallel_state"]  # there, since its schedule runs
             self._stage = state.get_pipeline_model_parallel_rank()
             self._num_stages = state.get_pipeline_model_parallel_world_size()
-        return self._namer.enter()
 
     def _stage_of(self, chunk: int | None) -> int | None:
         """Index among the stages of the job: chunk after chunk, each over all ranks of the pipeline."""
@@ -131,9 +154,14 @@ class Schedules:
                 continue
             phase, label = _LANES[lane]
             one: dict[str, int | str] = {"phase": phase, "label": label}
-            if not self._is_interleaved and self._stage is not None:  # there each lane goes in order of microbatches
-                one |= {"microbatch": self._sent[lane], "stage": self._stage}
-                self._sent[lane] += 1
+            at = self._sent[lane]
+            self._sent[lane] += 1
+            if self._is_interleaved:
+                microbatch, chunk = self._plan[lane][at]
+                stage = chunk * self._num_stages + (self._stage or 0)
+                one |= {"microbatch": microbatch, "stage": stage, "model_chunk": chunk}
+            elif self._stage is not None:  # each lane goes in order of microbatches
+                one |= {"microbatch": at, "stage": self._stage}
             names.append(one)
         token = self._namer.enter()
         self._namer.next_units(names)

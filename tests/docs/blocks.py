@@ -115,7 +115,7 @@ def commands_of(source: str) -> Iterator[tuple[str, str]]:
     yield command, shown
 
 
-def _run(command: str, folder: Path) -> tuple[int, str]:
+def _run(command: str, folder: Path, environ: dict[str, str]) -> tuple[int, str]:
     """Exit code and output of one command. A plain call of ``prism`` is made in this process, which is quicker."""
     words = shlex.split(command)
     if words[0] == "prism" and words[1] not in STARTING and not re.search(r"[|<>;&$*`\n]", command.strip()):
@@ -123,12 +123,16 @@ def _run(command: str, folder: Path) -> tuple[int, str]:
         with contextlib.chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = run(words[1:])
         return code, printed.getvalue()
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    exported = re.fullmatch(r"export (\w+)=(\S+)\n", command)
+    if exported:  # for the commands behind it
+        command = f'printf %s "{exported[2]}"'
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, "PATH": path, "PYTHONPATH": python_path}, check=False, timeout=200, stdin=subprocess.DEVNULL,
+        env=environ, check=False, timeout=200, stdin=subprocess.DEVNULL,
     )  # fmt: skip
+    if exported:
+        environ[exported[1]] = done.stdout
+        return done.returncode, ""
     return done.returncode, done.stdout
 
 
@@ -137,7 +141,7 @@ def _run_console(example: Example, block: Block, folder: Path) -> None:
     text = ""
     for number, (command, shown) in enumerate(pairs):
         expected = int(block.options.get("exit", 0)) if number == len(pairs) - 1 else 0
-        code, printed = _run(command, folder)
+        code, printed = _run(command, folder, example.namespace["ENVIRON"])
         assert code == expected, f"exit code {code} of: {command}\n{printed}"
         if shown and os.environ.get("PRISM_DOCS_UPDATE"):
             shown = _updated(block, shown, printed)
@@ -203,7 +207,10 @@ def _setup(namespace: dict[str, Any]) -> None:
     folder = Path(tempfile.mkdtemp(prefix="prism-docs-"))
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "spec").symlink_to(ROOT / "spec")
-    namespace.update(FOLDER=str(folder), PRINTED="", CHANGES=[], __name__="page")
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": python_path}
+    namespace.update(FOLDER=str(folder), ENVIRON=environ, PRINTED="", CHANGES=[], __name__="page")
 
 
 def _teardown(namespace: dict[str, Any]) -> None:

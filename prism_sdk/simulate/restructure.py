@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.loading import RankColumns
+from prism_sdk.simulate.memory import rearranged_memory
 from prism_sdk.simulate.selection import Selection
 from prismtrace import ABSENT, ABSENT32, Op, Phase, UnitKind
 
@@ -108,6 +109,7 @@ class Microbatches:
         taken = _take(columns, np.array(order, dtype=np.int64), np.array(awaits, dtype=np.int64))
         taken["seq"] = _renumbered(taken)
         taken["microbatch"] = np.array(numbers, dtype=columns["microbatch"].dtype)
+        taken["memory_bytes"] = rearranged_memory(columns, taken, np.array(order, dtype=np.int64))
         return taken
 
     def _step(self, rank: int, columns: RankColumns, begin: int, end: int) -> list[tuple[int, int]]:

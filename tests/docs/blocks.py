@@ -10,13 +10,15 @@ It says nothing about what a page must contain. A page is a sequence of blocks t
 
 A comment on the line before a block changes that: ``<!-- file: NAME -->`` saves it, ``<!-- exit: N -->`` expects that
 exit code of the last command, ``<!-- numbers vary -->`` compares the output without its numbers, and
-``<!-- not run: WHY -->`` leaves the block alone. Two are joined by a semicolon. With ``PRISM_DOCS_UPDATE=1`` in the
-environment, output that differs is written into the page instead, and a line ``?`` becomes the lines that are there.
+``<!-- not run: WHY -->`` leaves the block alone, as does ``<!-- needs: MODULE -->`` where that is not installed. Two are
+joined by a semicolon. With ``PRISM_DOCS_UPDATE=1`` in the environment, output that differs is written into the page
+instead, and a line ``?`` becomes the lines that are there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import re
@@ -31,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sybil import Document, Example, Region, Sybil
 from sybil.parsers.markdown.lexers import FencedCodeBlockLexer
 
@@ -42,7 +45,7 @@ PAGES = ("docs/*.md", "docs/reference/*.md", "README.md", "spec/*.md")
 LANGUAGES = {"console", "python", "toml", "text"}
 #: Commands that start processes of their own, or end only when they are told to.
 STARTING = {"observe", "record", "calibrate", "emulate", "view"}
-OPTIONS = {"exit", "file", "not run", "numbers vary", "output"}
+OPTIONS = {"exit", "file", "needs", "not run", "numbers vary", "output"}
 _COMMENT = re.compile(r"<!-- (.*) -->\Z")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
 
@@ -73,6 +76,8 @@ def _evaluate(example: Example) -> str | None:
     assert set(block.options) <= OPTIONS, f"a comment that means nothing: {block.options}"
     if "not run" in block.options:
         assert block.options["not run"], "say why the block is not run"
+    elif "needs" in block.options and importlib.util.find_spec(block.options["needs"]) is None:
+        pytest.skip(f"needs {block.options['needs']}")
     elif "file" in block.options:
         (folder / block.options["file"]).write_text(block.source)
     elif block.language == "console":
@@ -118,7 +123,7 @@ def commands_of(source: str) -> Iterator[tuple[str, str]]:
 def _run(command: str, folder: Path, environ: dict[str, str]) -> tuple[int, str]:
     """Exit code and output of one command. A plain call of ``prism`` is made in this process, which is quicker."""
     words = shlex.split(command)
-    if words[0] == "prism" and words[1] not in STARTING and not re.search(r"[|<>;&$*`\n]", command.strip()):
+    if words[0] == "prism" and words[1] not in STARTING and not re.search(r"[|<>;&$*`#\n]", command.strip()):
         printed = io.StringIO()
         with contextlib.chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             code = run(words[1:])

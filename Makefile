@@ -19,7 +19,7 @@ STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.
 TEST_STAMP := $(STAMP)-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint clean
+.PHONY: help setup demo test fuzz lint docs clean
 
 help:
 	@echo 'make demo    observe, record, calibrate, emulate and compare a small GPT (set-up included)'
@@ -27,6 +27,7 @@ help:
 	@echo 'make fuzz    run the property tests with new examples'
 	@echo 'make setup   create $(VENV) with torch, Prism and its test tools'
 	@echo 'make lint    ruff, mypy and the import contracts'
+	@echo 'make docs    build the documentation site into build/docs'
 	@echo 'make clean   remove $(VENV), caches and what the demo wrote'
 
 setup: $(TEST_STAMP)
@@ -92,6 +93,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+docs: setup
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --builder html --conf-dir docs . build/docs
+	@echo 'open build/docs/index.html'
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist demo-output

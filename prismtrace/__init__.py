@@ -1,6 +1,6 @@
 """Reads and writes PrismTrace files. Does not run, record or analyse training jobs, and imports no framework.
 
-A map for newcomers, from the inside out:
+A map for newcomers, from the inside out::
 
     model      enums, process groups, the registry of tables and columns
     errors     what may be raised, and the one place where foreign exceptions become trace errors

@@ -1,6 +1,6 @@
 """Defines the errors that this package raises.
 
-Does not print, exit or decide what is an error.
+Does not print, exit or decide what is an error::
 
     PrismTraceError
     +-- TraceReadError            the operating system refuses: no such file, no permission, not a regular file

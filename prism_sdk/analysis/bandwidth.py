@@ -17,6 +17,7 @@ so there nobody waits; here waiting is taken out. Where arrivals are unknown t r
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,15 +86,23 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
     np.logical_and.at(arrived, place, arrival != ABSENT)
     keys = np.stack([c[name][first].astype(np.uint64) for name in ("group_id", "op", "dtype")]
                     + [largest.astype(np.uint64), arrived.astype(np.uint64)], axis=1)  # fmt: skip
-    found = []
+    found, names = [], _names(job)
     unique, kind_of = np.unique(keys, axis=0, return_inverse=True)
     for index, key in enumerate(unique):
         chosen = np.flatnonzero(kind_of.reshape(-1) == index)
-        found.append(_entry(job, [int(value) for value in key], slowest[chosen], sample=int(first[chosen[0]])))
+        found.append(_entry(job, [int(value) for value in key], slowest[chosen], sample=int(first[chosen[0]]),
+                            name=names.get(int(key[0]), "")))  # fmt: skip
     return tuple(sorted(found, key=lambda b: -(b.time_ns or 0) * b.num_operations))
 
 
-def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int) -> Bandwidth:
+def _names(job: Job) -> dict[int, str]:
+    """What groups are called, by id: by their description, and by their name too where several share it."""
+    alike = Counter(group.description for group in job.graph.groups.values())
+    return {group_id: " ".join(filter(None, (group.description, group.name if alike[group.description] > 1 else "")))
+            or group.name for group_id, group in job.graph.groups.items()}  # fmt: skip
+
+
+def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int, name: str) -> Bandwidth:
     group_id, op_code, dtype_code, num_elements, arrived = key
     op = Op(op_code) if op_code in Op._value2member_map_ else Op.UNSPECIFIED
     dtype = DType(dtype_code) if dtype_code in DType._value2member_map_ else DType.UNSPECIFIED
@@ -107,7 +116,7 @@ def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int) -> Bandw
     size_bytes = num_elements * dtype.itemsize_bytes
     algbw = size_bytes / middle if middle and size_bytes else None
     return Bandwidth(
-        group_id=group_id, group_name=(group.description or group.name) if group is not None else "",
+        group_id=group_id, group_name=name,
         num_members=members, op=op.name.lower(), dtype=dtype.text, size_bytes=size_bytes, num_operations=len(times),
         time_ns=middle, min_time_ns=int(known.min()) if len(known) else None,
         max_time_ns=int(known.max()) if len(known) else None, algbw_gb_per_s=algbw,

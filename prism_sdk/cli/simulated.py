@@ -35,7 +35,8 @@ def echo_report(report: Report, *, before: Report | None = None) -> None:
         error = f"{report.error_percent:+.4f} %"
         click.echo(f"recorded   {format_ns(report.recorded_step_ns)}   simulated against recorded {error}")
     click.echo(f"job        {report.num_ranks:,} ranks, {report.num_units:,} units, {report.num_steps} counted steps")
-    overlap = 1.0 - report.exposed_ns / report.communication_ns if report.communication_ns > 0 else None
+    # a rank may be exposed to transfers that are longer than its own: none is hidden then
+    overlap = max(1.0 - report.exposed_ns / report.communication_ns, 0.0) if report.communication_ns > 0 else None
     hidden = "" if overlap is None else f" of {format_ns(report.communication_ns)} ({overlap:.0%} hidden)"
     click.echo(f"exposed    {format_ns(report.exposed_ns)} of communication a step and rank{hidden}")
     if report.memory_peak_bytes is not None:

@@ -1,6 +1,6 @@
 """Predicts a job from its execution graph alone: no program, no torch. It records nothing and talks to no device.
 
-A map for newcomers, in the order of dependence:
+A map for newcomers, in the order of dependence::
 
     compiling, kernel    the inner loops, compiled by numba where it is installed
     job                  SimJob: programs of roles, lanes, weights (the model is written there)

@@ -23,6 +23,7 @@ from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable
+from prism_sdk.simulate.memory import UNKNOWN_BYTES
 from prism_sdk.simulate.weights import calibrated_weights, observed_weights
 from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TableKind, TraceReader
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
@@ -121,7 +122,8 @@ class Loader:
         program = self._program(c, outputs, num_holds)
         base = self._weigh(rank, c, first_index)
         stages = c["stage"][c["stage"] != ABSENT32]
-        memory = max(int(c["memory_bytes"].max(initial=-1)), memory_peak_bytes)
+        is_unknown = bool((c["memory_bytes"] == UNKNOWN_BYTES).any())
+        memory = -1 if is_unknown else max(int(c["memory_bytes"].max(initial=-1)), memory_peak_bytes)
         origin = 0
         if self._is_measured:
             known = c["start_ns"][c["start_ns"] != ABSENT]
@@ -261,7 +263,11 @@ def _take(
         awaits = columns["awaits"]
         columns["awaits"] = np.where(awaits >= first_index, awaits - first_index, ABSENT)
         first_index = 0
+        before = int(columns["memory_bytes"].max(initial=-1))
         columns = change(rank, columns)
+        after = int(columns["memory_bytes"].max(initial=-1))
+        if peak >= 0 and before >= 0 and after >= 0:  # of steps: it changes by as much as that of units
+            peak += after - before
     loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak)
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.loading import RankColumns
+from prism_sdk.simulate.memory import rearranged_memory
 from prism_sdk.simulate.selection import Selection
 from prismtrace import ABSENT, ABSENT32, Op, Phase, UnitKind
 
@@ -95,23 +96,28 @@ class Microbatches:
         step = np.maximum.accumulate(columns["step"]) if len(columns["step"]) else columns["step"]
         bounds = [0, *(np.flatnonzero(step[1:] != step[:-1]) + 1).tolist(), len(step)]
         order: list[int] = []
+        numbers: list[int] = []
         awaits: list[int] = []
         latest: dict[int, int] = {}
         for begin, end in itertools.pairwise(bounds):
-            for row in self._step(rank, columns, begin, end):
+            for row, number in self._step(rank, columns, begin, end):
                 latest[row] = len(order)
                 awaited = int(columns["awaits"][row])
                 order.append(row)
+                numbers.append(number)
                 awaits.append(ABSENT if awaited == ABSENT else latest.get(awaited, ABSENT))
         taken = _take(columns, np.array(order, dtype=np.int64), np.array(awaits, dtype=np.int64))
         taken["seq"] = _renumbered(taken)
+        taken["microbatch"] = np.array(numbers, dtype=columns["microbatch"].dtype)
+        taken["memory_bytes"] = rearranged_memory(columns, taken, np.array(order, dtype=np.int64))
         return taken
 
-    def _step(self, rank: int, columns: RankColumns, begin: int, end: int) -> list[int]:
+    def _step(self, rank: int, columns: RankColumns, begin: int, end: int) -> list[tuple[int, int]]:
+        """Rows of the step in their new order, each with its microbatch."""
         microbatch, phase = columns["microbatch"][begin:end], columns["phase"][begin:end]
         named = np.flatnonzero(microbatch != ABSENT32)
         if not len(named):
-            return list(range(begin, end))
+            return [(row, ABSENT32) for row in range(begin, end)]
         first, last = int(named[0]), int(named[-1]) + 1
         inner = np.flatnonzero(microbatch[first:last] == ABSENT32)
         if len(inner):
@@ -132,10 +138,11 @@ class Microbatches:
         for m in range(warmup, count):
             sequence += [(int(Phase.FORWARD), m), (int(Phase.BACKWARD), m - warmup)]
         sequence += [(int(Phase.BACKWARD), m) for m in range(count - warmup, count)]
-        rows = list(range(begin, begin + first))
+        rows = [(row, ABSENT32) for row in range(begin, begin + first)]
         for way, m in sequence:
-            rows += parts.get((way, old[m % len(old)]), [])
-        return [*rows, *range(begin + last, end)]
+            number = old[m % len(old)] + m // len(old) * (old[-1] + 1)
+            rows += [(row, number) for row in parts.get((way, old[m % len(old)]), [])]
+        return [*rows, *((row, ABSENT32) for row in range(begin + last, end))]
 
 
 def _renumbered(columns: RankColumns) -> Int64Array:

@@ -75,6 +75,8 @@ class Scenario:
         plain = self.is_empty and not has_cluster
         change = self._restructure(source, steps)
         job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        if self.microbatches is not None or self.schedule is not None:
+            job = replace(job, notes=(*job.notes, _note_on_memory(job)))
         if self.dp is not None:
             job = DataParallel(self.dp, frozenset(self.dp_groups)).apply(job)
         job = self._transfers(job)
@@ -136,6 +138,14 @@ class Scenario:
         if self.link_sharing or (self.link_sharing is None and self.transfers == "all"):
             job = replace(job, links=shared_links(job, cluster))
         return job
+
+
+def _note_on_memory(job: SimJob) -> str:
+    known = int((job.memory_bytes >= 0).sum())
+    if not known:
+        return "memory is not predicted: the trace does not show what a microbatch in flight takes"
+    of = "" if known == job.num_ranks else f" of {known:,} of {job.num_ranks:,} ranks"
+    return f"memory{of} is predicted from the microbatches in flight and what one of them takes in the trace"
 
 
 def with_links(cluster: Cluster, links: tuple[str, ...]) -> Cluster:

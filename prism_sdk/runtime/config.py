@@ -14,11 +14,11 @@ from types import MappingProxyType
 __all__ = [
     "DEFAULT_BACKEND",
     "DEFAULT_STRATEGY",
-    "RUNTIME_OPTIONS",
     "LaunchConfig",
     "LaunchMode",
     "LaunchResult",
     "PayloadMode",
+    "RUNTIME_OPTIONS",
     "StepRange",
 ]
 

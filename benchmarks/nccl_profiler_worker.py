@@ -1,7 +1,7 @@
 """One rank of nccl_profiler_device.py: runs operations of torch.distributed over NCCL, and says which.
 
-`check` runs every collective and message once or more and prints what it called as one line of JSON; `steps` prints the
-median step time in milliseconds.
+`check` runs every collective and message once or more and prints what it called as one line of JSON; `steps` runs as
+many steps as each line of its input says and prints their times in milliseconds.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import statistics
 import sys
 import time
 from collections import Counter
@@ -125,31 +124,44 @@ def check() -> None:
     )  # fmt: skip
 
 
-def steps(num: int = 120, warm_up: int = 30) -> None:
-    """A step: 24 layers of matrix products, each with an asynchronous all-reduce of 8 MiB behind it, as in DDP."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    a = torch.randn(2048, 2048, device=device, dtype=torch.bfloat16)
-    gradients = [torch.ones(2 << 20, device=device) for _ in range(24)]
-    times = []
-    for step in range(num):
-        begin = time.perf_counter()
+def steps() -> None:
+    """Blocks of steps as the parent asks for them: a line with a number comes in, one with their times in ms goes out.
+
+    A step: 24 layers of matrix products, each with an asynchronous all-reduce of 8 MiB behind it, as in DDP. Without a
+    GPU everything is small: to try the script.
+    """
+    is_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if is_gpu else torch.device("cpu")
+    width, num_elements = (4096, 2 << 20) if is_gpu else (64, 1024)
+    a = torch.randn(width, width, device=device, dtype=torch.bfloat16)
+    product = torch.empty_like(a)
+    gradients = [torch.ones(num_elements, device=device) for _ in range(24)]
+
+    def step() -> None:
         works = []
         for gradient in gradients:
-            for _ in range(4):
-                a = (a @ a).clamp(-1, 1)
+            for _ in range(6):
+                torch.mm(a, a, out=product)
             works.append(dist.all_reduce(gradient, async_op=True))
         for work in works:
             work.wait()
-        torch.cuda.synchronize()
-        if step >= warm_up:
+        if is_gpu:
+            torch.cuda.synchronize()
+
+    for line in sys.stdin:
+        times = []
+        for _ in range(int(line)):
+            begin = time.perf_counter()
+            step()
             times.append(1e3 * (time.perf_counter() - begin))
-    print(json.dumps(statistics.median(times)))
+        print(json.dumps(times), flush=True)
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(60, exit=True)  # the parent prints it
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl")
+    faulthandler.dump_traceback_later(60 if sys.argv[1] == "check" else 100, exit=True)  # the parent prints it
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     (check if sys.argv[1] == "check" else steps)()
     sys.stdout.flush()
     dist.destroy_process_group()

@@ -50,6 +50,8 @@ class Operation:
     time_ns: int | None
     is_shared: bool
     num_members: int
+    num_nodes: int
+    """Hosts that its members' records are of."""
     members: tuple[tuple[int, tuple[int, ...]], ...]
     """(place of the rank in the job, its tasks)."""
 
@@ -128,6 +130,7 @@ def _operation(
         time_ns=min(times) if times else None,
         is_shared=any(_is_shared(job.ranks[at].tasks, group) for at, group in members),
         num_members=len({at for at, _ in members}), members=tuple(members),
+        num_nodes=len({(job.ranks[at].file.host, job.ranks[at].file.boot_id) for at, _ in members}),
     )  # fmt: skip
 
 

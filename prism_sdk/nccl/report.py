@@ -34,6 +34,7 @@ class BandwidthRow:
 
     name: str
     num_ranks: int | None
+    num_nodes: int
     num_bytes: int
     min_bytes: int
     max_bytes: int
@@ -80,7 +81,7 @@ def make_report(job: NcclJob, *, by: str = "size") -> NcclReport:
     total = shared = untimed = incomplete = 0
     for one in operations(job):
         size = one.num_bytes if by == "size" else one.num_bytes.bit_length()
-        found[one.name, one.num_ranks, size, one.dtype, one.algo, one.proto, one.channels].append(one)
+        found[one.name, one.num_ranks, one.num_nodes, size, one.dtype, one.algo, one.proto, one.channels].append(one)
         total += 1
         needed = 2 if one.name == "send_recv" else one.num_ranks
         incomplete += needed is not None and one.num_members < needed
@@ -105,7 +106,7 @@ def _row(alike: list[Operation]) -> BandwidthRow:
     algbw = float(np.median([other.num_bytes for other in timed])) / median if median else None
     factor = bus_factor(one.name, one.num_ranks) if one.num_ranks is not None else None
     return BandwidthRow(
-        name=one.name, num_ranks=one.num_ranks, num_bytes=size, min_bytes=sizes[0], max_bytes=sizes[-1],
+        name=one.name, num_ranks=one.num_ranks, num_nodes=one.num_nodes, num_bytes=size, min_bytes=sizes[0], max_bytes=sizes[-1],
         dtype=one.dtype, algo=one.algo, proto=one.proto, channels=one.channels, num_operations=len(alike),
         num_timed=len(times), median_ns=median, min_ns=min(times) if times else None,
         p90_ns=float(np.percentile(times, 90)) if times else None, algbw_gb_per_s=algbw,

@@ -48,30 +48,36 @@ def init(profile: str, nodes: int | None, name: str | None, output: Path | None)
 @click.option("--op", help="The operation of the logs, where they do not name it (all_reduce, alltoall, sendrecv ...).")
 @click.option("--measurements", type=click.Path(path_type=Path), multiple=True,
               help="CSV or JSON: op, algo, proto, size, ranks, nodes, time_us.")  # fmt: skip
+@click.option("--nccl", "records", type=click.Path(path_type=Path), multiple=True,
+              help="Record files of NCCL's profiler, a folder of them, or `prism nccl report --json`.")  # fmt: skip
 @click.option("--trace", "traces", type=click.Path(path_type=Path), multiple=True, help="An observed trace.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (without it: stdout).")
 def fit(
-    profile: str, logs: tuple[Path, ...], op: str | None, measurements: tuple[Path, ...], traces: tuple[Path, ...],
-    output: Path | None,
+    profile: str, logs: tuple[Path, ...], op: str | None, measurements: tuple[Path, ...], records: tuple[Path, ...],
+    traces: tuple[Path, ...], output: Path | None,
 ) -> int:  # fmt: skip
     """Put measured transfers into a profile; tables of the same operation, shape and algorithm are replaced."""
     from prism_sdk.cluster import (
         format_cluster,
         load_cluster,
         read_measurements,
+        read_nccl,
         read_nccl_tests,
         read_trace,
         tables_of,
     )
 
-    if not (logs or measurements or traces):
-        raise UsageError("there is nothing to fit", hint="give --nccl-tests, --measurements or --trace")
+    if not (logs or measurements or records or traces):
+        raise UsageError("there is nothing to fit", hint="give --nccl-tests, --measurements, --nccl or --trace")
     cluster = load_cluster(profile)
     tables: list[Table] = []
     for path in logs:
         tables += tables_of(read_nccl_tests(path, op=op), source=f"nccl-tests, {path.name}", cluster=cluster)
     for path in measurements:
         tables += tables_of(read_measurements(path), source=path.name, cluster=cluster)
+    if records:
+        source = f"NCCL profiler, {records[0].name}" + (f" and {len(records) - 1} more" if records[1:] else "")
+        tables += tables_of(read_nccl(records), source=source, cluster=cluster)
     for path in traces:
         tables += tables_of(read_trace(path, cluster), source=f"trace {path.name}", cluster=cluster)
     keys = {(table.op, table.shape, table.algo, table.proto) for table in tables}

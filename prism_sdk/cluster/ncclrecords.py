@@ -1,0 +1,133 @@
+"""Reads transfers from what NCCL's profiler recorded: record files, or the JSON of ``prism nccl report``.
+
+It makes samples; tables and profiles are made of them elsewhere.
+
+A time is the shortest kernel time among the ranks of an operation, so it needs the records of all its ranks. Left out
+are operations without it, those that shared a launch with others (one time for all), and the first one of each
+communicator and operation: it also sets up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from prism_sdk.cluster.measurements import Sample
+from prism_sdk.cluster.profile import Shape
+from prism_sdk.errors import UnreadableError, UsageError
+from prism_sdk.nccl.job import NcclJob, load_job
+from prism_sdk.nccl.operations import Operation, operations
+from prismtrace import ABSENT, Op
+
+__all__ = ["read_nccl", "read_nccl_report", "samples_of_job"]
+
+_OPS = {**{op.name.lower(): op for op in Op if op is not Op.UNSPECIFIED}, "send_recv": Op.SEND}
+_PARTS = 4  # of an octave of sizes: a table needs no more points
+
+
+def read_nccl(paths: Sequence[str | os.PathLike[str]]) -> list[Sample]:
+    """The transfers of record files (or folders of them) of one job; a file that ends in .json is a report.
+
+    Raises:
+        UsageError: nothing in them has a time of its own.
+        UnreadableError: a file cannot be opened, or is no record file.
+    """
+    reports = [Path(path) for path in paths if Path(path).suffix == ".json"]
+    files: list[Path] = []
+    for path in (Path(path) for path in paths if Path(path).suffix != ".json"):
+        inside = sorted(path.glob("*.ncclrec*")) if path.is_dir() else [path]
+        if not inside:
+            raise UsageError(f"the folder {path} holds no record files (*.ncclrec)")
+        files += inside
+    samples = [sample for report in reports for sample in read_nccl_report(report)]
+    if files:
+        samples += samples_of_job(load_job(files))
+    if not samples:
+        raise UsageError(
+            f"{os.fspath(paths[0])}: no operation has a time of its own",
+            hint="give the record files of all ranks; NCCL 2.27 or newer says when kernels ran",
+        )
+    return samples
+
+
+def samples_of_job(job: NcclJob) -> list[Sample]:
+    """The transfers of a job whose times are those of one operation; sizes within a quarter octave are one size."""
+    first: dict[tuple[int, str], int] = {}
+    kept: list[tuple[int, Operation, Shape]] = []
+    for one in operations(job):
+        launched = _launched(job, one)
+        key = one.comm, one.name
+        first[key] = min(first.get(key, launched), launched)
+        needed = 2 if one.name == "send_recv" else one.num_ranks
+        known = one.name in _OPS and one.time_ns and one.num_bytes > 0
+        if known and not one.is_shared and needed is not None and needed == one.num_members:
+            kept.append((launched, one, Shape(ranks=needed, nodes=one.num_nodes)))
+    return _together(
+        Sample(
+            op=_OPS[one.name], size_bytes=one.num_bytes, shape=shape, time_ns=float(one.time_ns or 0),
+            algo=one.algo.lower(), proto=one.proto.lower(),
+        )
+        for launched, one, shape in kept
+        if launched != first[one.comm, one.name]
+    )  # fmt: skip
+
+
+def _launched(job: NcclJob, one: Operation) -> int:
+    """When the first of its ranks called it, on the clock of the first rank that has records of it."""
+    place, tasks = one.members[0]
+    return int(job.ranks[place].tasks.called_ns[list(tasks)].min(initial=np.iinfo(np.int64).max)) if tasks else ABSENT
+
+
+def _together(samples: Iterable[Sample]) -> list[Sample]:
+    """The same samples, with one size (the median) for those of nearly equal sizes."""
+    near: dict[tuple[Any, ...], list[Sample]] = defaultdict(list)
+    for one in samples:
+        octave = one.size_bytes.bit_length()
+        part = (one.size_bytes * _PARTS * 2 >> octave) - _PARTS
+        near[one.op, one.shape, one.algo, one.proto, octave, part].append(one)
+    return [
+        replace(one, size_bytes=sorted(other.size_bytes for other in alike)[len(alike) // 2])
+        for alike in near.values()
+        for one in alike
+    ]
+
+
+def read_nccl_report(path: str | os.PathLike[str]) -> list[Sample]:
+    """The medians of ``prism nccl report --json``.
+
+    Raises:
+        UnreadableError: it cannot be opened.
+        UsageError: it is no such report.
+    """
+    name = os.fspath(path)
+    try:
+        report = json.loads(Path(name).read_bytes())
+        if report["num_incomplete"]:
+            raise UsageError(
+                f"{name}: {report['num_incomplete']} operations lack the records of some ranks, and times contain "
+                "waiting", hint="make the report of the files of all ranks, or give the record files themselves",
+            )  # fmt: skip
+        samples = [
+            Sample(
+                op=_OPS[row["name"]], size_bytes=int(row["num_bytes"]), time_ns=float(row["median_ns"]),
+                shape=Shape(ranks=2 if row["name"] == "send_recv" else int(row["num_ranks"]),
+                            nodes=int(row["num_nodes"])),
+                algo=str(row["algo"]).lower(), proto=str(row["proto"]).lower(),
+            )
+            for row in report["rows"]
+            if row["median_ns"] and row["num_bytes"] and row["num_ranks"] and row["name"] in _OPS
+        ]  # fmt: skip
+    except OSError as error:
+        raise UnreadableError(name, reason=error.strerror or str(error)) from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(
+            f"{name}: not a report of `prism nccl report --json`: {error}", hint="or give the record files themselves"
+        ) from error
+    return _together(samples)

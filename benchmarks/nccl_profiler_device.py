@@ -222,7 +222,7 @@ class LiveJob:
     def __init__(self, num_ranks: int, environ: dict[str, str]) -> None:
         self._ranks = []
         for own in rank_environments(num_ranks, environ, shared=False):
-            err = tempfile.TemporaryFile("w+")
+            err = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the job
             process = subprocess.Popen(
                 [sys.executable, str(WORKER), "steps"], env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                 stderr=err, cwd=ROOT, text=True,

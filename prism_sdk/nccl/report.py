@@ -106,7 +106,8 @@ def _row(alike: list[Operation]) -> BandwidthRow:
     algbw = float(np.median([other.num_bytes for other in timed])) / median if median else None
     factor = bus_factor(one.name, one.num_ranks) if one.num_ranks is not None else None
     return BandwidthRow(
-        name=one.name, num_ranks=one.num_ranks, num_nodes=one.num_nodes, num_bytes=size, min_bytes=sizes[0], max_bytes=sizes[-1],
+        name=one.name, num_ranks=one.num_ranks, num_nodes=one.num_nodes, num_bytes=size,
+        min_bytes=sizes[0], max_bytes=sizes[-1],
         dtype=one.dtype, algo=one.algo, proto=one.proto, channels=one.channels, num_operations=len(alike),
         num_timed=len(times), median_ns=median, min_ns=min(times) if times else None,
         p90_ns=float(np.percentile(times, 90)) if times else None, algbw_gb_per_s=algbw,

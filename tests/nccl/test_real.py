@@ -82,6 +82,16 @@ def test_kernels_ran_after_their_launch_and_one_after_another(job: NcclJob) -> N
             assert (tasks.gpu_start_ns[mine][1:] >= tasks.gpu_stop_ns[mine][:-1])[other].all()
 
 
+def test_kernels_that_were_waited_for_end_before_the_next_call(job: NcclJob) -> None:
+    for one in job.ranks:
+        tasks, room = one.tasks, max(fit.uncertainty_ns or 0 for fit in job.clocks.values())
+        # the first 16 and those of 2^20 elements each ran between two synchronisations
+        rows = np.array([row for row in (*range(16), *range(20, 25)) if not tasks.is_message[row]])
+        assert len(rows) == 20
+        assert (tasks.kernel_start_ns[rows] >= tasks.called_ns[rows] - room).all()
+        assert (tasks.kernel_stop_ns[rows] <= tasks.called_ns[rows + 1] + room).all()
+
+
 def test_channels_of_one_kernel_start_together(job: NcclJob) -> None:
     for one in job.ranks:
         events = one.file.events

@@ -114,11 +114,11 @@ class _Diff:
             if before != after:
                 texts = [getattr(value, "name", str(value)).lower() for value in (before, after)]
                 found.add("header", name, *texts)
-        present = [reader._index.rank_set for reader in (a, b)]  # a small file may name a million
-        single = sorted(present[0] ^ present[1])
-        for rank in single[: found.max_items]:
-            texts = [f"{r.num_units(rank)} units" if rank in of else None for r, of in zip((a, b), present, strict=True)]
-            found.add("ranks", f"rank {rank}", *texts)
+        in_a, in_b = (reader._index.rank_set for reader in (a, b))
+        single = sorted(in_a ^ in_b)
+        for rank in single[: found.max_items]:  # of a million, maybe
+            units = (f"{a.num_units(rank)} units", None) if rank in in_a else (None, f"{b.num_units(rank)} units")
+            found.add("ranks", f"rank {rank}", *units)
         found.counts["ranks"] += max(len(single) - found.max_items, 0)
         for key in sorted(set(a.metadata) | set(b.metadata)):
             before, after = a.metadata.get(key), b.metadata.get(key)

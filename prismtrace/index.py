@@ -154,8 +154,9 @@ class Index:
     def total_rows(self, table: TableKind) -> int:
         """Rows of one table, over all ranks."""
         place, rank = self._by_rank
-        entries = self.chunk_entries[place[rank != ROLE_RANK]]
-        return int(entries["num_rows"][entries["table"] == int(table)].sum(dtype=np.int64))
+        num_ranks = np.bincount(place[rank != ROLE_RANK], minlength=len(self.chunk_entries))
+        rows = num_ranks * self.chunk_entries["num_rows"].astype(np.int64)
+        return int(rows[self.chunk_entries["table"] == int(table)].sum())
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from made_jobs import MadeJob
 
 from prism_sdk.analysis import analyze, breakdown_of, load_job, pipeline_of, stragglers_of
 from prism_sdk.cli.main import run
-from prismtrace import Phase
+from prismtrace import Phase, TraceReader, UnitKind
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parent / "data"
@@ -130,3 +130,34 @@ def test_interleaving_shrinks_the_published_bubble(tmp_path: Path) -> None:
         assert found is not None
         ratios.append(found.bubble_ratio)
     assert ratios[1] < ratios[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_holistic_trace_analysis_agrees_to_the_nanosecond_where_it_does_not_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their computing leaves copies out, and they round kernels inwards to microseconds unless told not to."""
+    pytest.importorskip("prismtrace_kineto", reason="the plugin kineto is not installed")
+    analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
+    monkeypatch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
+    source = ROOT / "plugins/kineto/tests/data/nccl_data.json"
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "0.json").write_bytes(source.read_bytes())
+    theirs = analysis.TraceAnalysis(trace_dir=str(tmp_path / "traces"), include_last_profiler_step=True)
+    times = theirs.get_temporal_breakdown(visualize=False).iloc[0]
+    assert run(["convert", str(source), "-o", str(tmp_path / "x.prism")]) == 0
+    with TraceReader(tmp_path / "x.prism") as reader:
+        units = reader.units(reader.ranks[0])
+        copies = [(label or "").startswith(("Memcpy", "Memset")) for label in units.labels()]
+        rows = (np.array(units.kind) == UnitKind.COMPUTE) & ~np.array(copies)
+        computing = _length(np.array(units.start_ns)[rows], np.array(units.end_ns)[rows])
+    assert computing / 1000 == pytest.approx(times["compute_time(us)"], abs=0.1)
+
+
+def _length(starts: Any, ends: Any) -> int:
+    """Of the union of the intervals."""
+    total, until = 0, -1
+    for start, end in sorted(zip(starts.tolist(), ends.tolist(), strict=True)):
+        total += max(end - max(start, until), 0)
+        until = max(until, end)
+    return total

@@ -140,18 +140,23 @@ def test_holistic_trace_analysis_agrees_to_the_nanosecond_where_it_does_not_roun
     pytest.importorskip("prismtrace_kineto", reason="the plugin kineto is not installed")
     analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
     monkeypatch.setenv("HTA_DISABLE_NS_ROUNDING", "1")
-    source = ROOT / "plugins/kineto/tests/data/nccl_data.json"
+    content = json.loads((ROOT / "plugins/kineto/tests/data/dlrm-worker0.json").read_text())
+    for event in content["traceEvents"]:
+        if event.get("ph") == "X":  # the file has whole microseconds
+            event["ts"] += 0.25
+            event["dur"] = max(event["dur"] - 0.375, 0.125)
     (tmp_path / "traces").mkdir()
-    (tmp_path / "traces" / "0.json").write_bytes(source.read_bytes())
-    theirs = analysis.TraceAnalysis(trace_dir=str(tmp_path / "traces"), include_last_profiler_step=True)
-    times = theirs.get_temporal_breakdown(visualize=False).iloc[0]
+    source = tmp_path / "traces" / "0.json"
+    source.write_text(json.dumps(content))
+    theirs = analysis.TraceAnalysis(trace_dir=str(source.parent)).get_temporal_breakdown(visualize=False).iloc[0]
     assert run(["convert", str(source), "-o", str(tmp_path / "x.prism")]) == 0
     with TraceReader(tmp_path / "x.prism") as reader:
         units = reader.units(reader.ranks[0])
         copies = [(label or "").startswith(("Memcpy", "Memset")) for label in units.labels()]
         rows = (np.array(units.kind) == UnitKind.COMPUTE) & ~np.array(copies)
         computing = _length(np.array(units.start_ns)[rows], np.array(units.end_ns)[rows])
-    assert computing / 1000 == pytest.approx(times["compute_time(us)"], abs=0.1)
+    assert computing / 1000 == pytest.approx(theirs["compute_time(us)"], abs=0.01)
+    assert computing % 1000
 
 
 def _length(starts: Any, ends: Any) -> int:

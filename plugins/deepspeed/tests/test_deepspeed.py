@@ -71,9 +71,17 @@ def test_microbatches_of_messages_match(job: Launched) -> None:
 
 
 def test_stages_schedule_and_coordinates(job: Launched) -> None:
-    first = [unit.schedule for unit in unit_order(job.trace, 0, step=STEP_OF["pipe:2"]) if unit.part in ("forward", "backward")]
+    first = [
+        unit.schedule
+        for unit in unit_order(job.trace, 0, step=STEP_OF["pipe:2"])
+        if unit.part in ("forward", "backward")
+    ]
     assert first[0] == "warmup" and first[-1] == "cooldown"
-    reduced = [unit for unit in unit_order(job.trace, 3, step=STEP_OF["pipe:2"]) if unit.op == "all_reduce" and unit.part == "grad_sync"]
+    reduced = [
+        unit
+        for unit in unit_order(job.trace, 3, step=STEP_OF["pipe:2"])
+        if unit.op == "all_reduce" and unit.part == "grad_sync"
+    ]
     assert reduced and {(unit.label, unit.purpose) for unit in reduced} == {("ReduceGrads", "dp")}
     with prismtrace.TraceReader(job.trace) as reader:
         found = [reader.metadata[f"rank.{rank}.coordinates"] for rank in range(4)]

@@ -2,7 +2,8 @@
 
     torchrun --nproc-per-node 2 train_hf_trainer.py --loop trainer --shard fsdp2
 
-It is an ordinary training script: nothing in it knows about Prism, nothing is downloaded. It needs ``transformers`` and ``accelerate``.
+It is an ordinary training script: nothing in it knows about Prism, nothing is downloaded. It needs ``transformers`` and
+``accelerate``, which shards only where it sees a GPU: without one, ``prism record --device cpu`` runs it.
 """
 
 import argparse

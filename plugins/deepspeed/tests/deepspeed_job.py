@@ -1,7 +1,9 @@
 """Small jobs on DeepSpeed, on CPU: ZeRO of any stage, or a pipeline.
 
-    prism record --nproc-per-node 2 ... -- deepspeed_job.py zero 3 torch
-    prism record --nproc-per-node 4 ... -- deepspeed_job.py pipe 4
+    prism record --nproc-per-node 2 ... -- deepspeed_job.py zero:3:torch
+    prism record --nproc-per-node 4 ... -- deepspeed_job.py pipe:4
+
+Several words are several jobs, one after another.
 
 It holds no test, and nothing in it knows about Prism.
 """
@@ -72,8 +74,10 @@ def pipe(num_stages: int) -> None:
 
 
 deepspeed.init_distributed()
-if sys.argv[1] == "zero":
-    zero(int(sys.argv[2]), sys.argv[3])
-else:
-    pipe(int(sys.argv[2]))
+for word in sys.argv[1:]:
+    kind, number, *style = word.split(":")
+    if kind == "zero":
+        zero(int(number), *style)
+    else:
+        pipe(int(number))
 deepspeed.comm.destroy_process_group()

@@ -17,6 +17,8 @@ from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, Name
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 MICROBATCHES = 4
+KINDS = ["zero:3:engine", "zero:3:torch", "pipe:2"]  # two steps each
+STEP_OF = {kind: 2 * at + 1 for at, kind in enumerate(KINDS)}  # the second step of each
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -32,34 +34,35 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
 
 
 @pytest.fixture(scope="module")
-def piped(launches: Launches) -> Launched:
-    return launches.record(JOB, ["pipe", "2"], num_ranks=4)
+def job(launches: Launches) -> Launched:
+    """ZeRO with either style of backward pass, and a pipeline, in one recording."""
+    return launches.record(JOB, KINDS, num_ranks=4)
 
 
 def instructions(trace: Path, rank: int) -> list[str]:
-    """The instructions of the second step as they came."""
+    """The instructions of the pipeline's second step as they came."""
     found: list[tuple[str, int | None]] = []
     for unit in unit_order(trace, rank):
         if unit.label is not None and (not found or found[-1] != (unit.label, unit.microbatch)):
             found.append((unit.label, unit.microbatch))
     names = [name for name, _ in found]
-    return names[names.index("OptimizerStep") + 1 :]
+    return names[names.index("OptimizerStep") + 1 :]  # the plain engine has no labels
 
 
-def test_instructions_are_those_that_deepspeed_planned(piped: Launched) -> None:
+def test_instructions_are_those_that_deepspeed_planned(job: Launched) -> None:
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     for rank in range(4):
         plan = TrainSchedule(micro_batches=MICROBATCHES, stages=2, stage_id=rank // 2).steps()
         planned = [type(command).__name__ for commands in plan for command in commands]
-        assert instructions(piped.trace, rank) == planned
+        assert instructions(job.trace, rank) == planned
 
 
-def test_microbatches_of_messages_match(piped: Launched) -> None:
+def test_microbatches_of_messages_match(job: Launched) -> None:
     sent: Counter[tuple[int | str | None, ...]] = Counter()
     received: Counter[tuple[int | str | None, ...]] = Counter()
     for rank in range(4):
-        for unit in unit_order(piped.trace, rank):
+        for unit in unit_order(job.trace, rank):
             if unit.op == "send" and unit.label:
                 sent[(rank, unit.peer, unit.phase, unit.microbatch)] += 1
             elif unit.op == "recv" and unit.label:
@@ -67,12 +70,20 @@ def test_microbatches_of_messages_match(piped: Launched) -> None:
     assert sent == received and {key[3] for key in sent} == set(range(MICROBATCHES))
 
 
-def test_stages_schedule_and_coordinates(piped: Launched) -> None:
-    first = [unit.schedule for unit in unit_order(piped.trace, 0, step=1) if unit.part in ("forward", "backward")]
+def test_stages_schedule_and_coordinates(job: Launched) -> None:
+    first = [
+        unit.schedule
+        for unit in unit_order(job.trace, 0, step=STEP_OF["pipe:2"])
+        if unit.part in ("forward", "backward")
+    ]
     assert first[0] == "warmup" and first[-1] == "cooldown"
-    reduced = [unit for unit in unit_order(piped.trace, 3) if unit.op == "all_reduce" and unit.part == "grad_sync"]
+    reduced = [
+        unit
+        for unit in unit_order(job.trace, 3, step=STEP_OF["pipe:2"])
+        if unit.op == "all_reduce" and unit.part == "grad_sync"
+    ]
     assert reduced and {(unit.label, unit.purpose) for unit in reduced} == {("ReduceGrads", "dp")}
-    with prismtrace.TraceReader(piped.trace) as reader:
+    with prismtrace.TraceReader(job.trace) as reader:
         found = [reader.metadata[f"rank.{rank}.coordinates"] for rank in range(4)]
         assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(4))
     assert [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found] == ["0", "0", "1", "1"]
@@ -83,21 +94,20 @@ def of(order: list[NamedUnit], part: str, op: str) -> list[NamedUnit]:
 
 
 @pytest.mark.parametrize("style", ["engine", "torch"])
-def test_zero_3_names_gathers_and_reductions(launches: Launches, style: str) -> None:
-    done = launches.record(JOB, ["zero", "3", style], num_ranks=2)
-    order = unit_order(done.trace, 1, step=1)
+def test_zero_3_names_gathers_and_reductions(job: Launched, style: str) -> None:
+    order = unit_order(job.trace, 1, step=STEP_OF[f"zero:3:{style}"])
     gathers = [unit.layer or "" for unit in order if unit.part == "param_gather" and unit.op is not None]
     assert {layer for layers in gathers for layer in layers.split(",")} == {"0", "1", "2"}
     assert of(order, "grad_sync", "reduce_scatter") or of(order, "grad_sync", "all_reduce")
     backward = {unit.microbatch for unit in order if unit.phase == "backward"}
     assert backward >= {0, 1}
     assert {unit.microbatch for unit in order if unit.part == "forward"} == {0, 1}
-    assert len(losses(done.out)) == 4
+    assert len(losses(job.out)) == 2 * 4 + 2
 
 
 @pytest.mark.slow
 def test_zero_1_is_calibrated_and_emulated_with_the_same_losses(launches: Launches) -> None:
-    arguments = ["zero", "1", "engine"]
+    arguments = ["zero:1:engine"]
     recorded = launches.record(JOB, arguments, num_ranks=2)
     assert {unit.part for unit in unit_order(recorded.trace, 0, step=1)} >= {"forward", "backward", "grad_sync"}
     graph = launches.calibrate(recorded.trace, JOB, arguments).trace

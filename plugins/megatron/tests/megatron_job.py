@@ -2,11 +2,14 @@
 
     prism record --device cpu --nproc-per-node 4 --slots 2 -- megatron_job.py --tp 2 --pp 2
 
+Several jobs run one after another where `then` stands between their arguments.
+
 It holds no test, and nothing in it knows about Prism.
 """
 
 import argparse
 import os
+import sys
 from functools import partial
 
 import torch
@@ -22,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 SEQUENCE, BATCH, VOCABULARY, WIDTH, EXPERTS = 16, 2, 64, 32, 4
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--pp", type=int, default=1)
@@ -32,7 +35,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--sharded", action="store_true", help="distributed optimizer, everything overlapped")
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
 def make_config(args: argparse.Namespace) -> TransformerConfig:
@@ -95,10 +98,7 @@ def build(args: argparse.Namespace, config: TransformerConfig) -> list[torch.nn.
     return chunks
 
 
-def main() -> None:
-    args = parse_args()
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
+def train(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(args.tp, args.pp, args.chunks, expert_model_parallel_size=args.ep)
     model_parallel_cuda_manual_seed(123)
     config = make_config(args)
@@ -129,6 +129,19 @@ def main() -> None:
         if outputs and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
             mean = sum(output["loss"].item() for output in outputs) / len(outputs)
             print(f"step {step} loss {mean!r}", flush=True)
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl")
+    words: list[str] = []
+    for word in [*sys.argv[1:], "then"]:
+        if word != "then":
+            words.append(word)
+            continue
+        train(parse_args(words))
+        words = []
     torch.distributed.destroy_process_group()
 
 

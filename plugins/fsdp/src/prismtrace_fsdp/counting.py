@@ -11,9 +11,9 @@ __all__ = ["Microbatches"]
 
 
 class Microbatches:
-    """Each forward pass of a model that comes after a backward pass begins a microbatch; an optimizer's step, the first.
+    """Each forward pass of a model that comes after a backward pass begins a microbatch.
 
-    So a loop may call its model several times for one loss.
+    So a loop may call its model several times for one loss. An optimizer's step begins the count anew.
     """
 
     def __init__(self, namer: UnitNamer) -> None:

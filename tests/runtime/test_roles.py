@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,16 +12,15 @@ import pytest
 
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_plan, parse_layout, plan_of_groups
 from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
-from prismtrace import TraceReader, has_errors, validate
+from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
 from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
-
-RunJob = Callable[..., Launched]
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +42,14 @@ def hybrid(jobs: Launches) -> Launched:
     return record(jobs, "hsdp.py", num_ranks=8, roles="auto")
 
 
-def test_hybrid_sharded_job_is_that_of_all_ranks(jobs: Launches, hybrid: Launched) -> None:
+@pytest.fixture(scope="module")
+def everybody(jobs: Launches) -> Launched:
+    return record(jobs, "hsdp.py", num_ranks=8)
+
+
+def test_hybrid_sharded_job_is_that_of_all_ranks(hybrid: Launched, everybody: Launched) -> None:
     by_roles = hybrid
-    assert structure_differences(by_roles.trace, record(jobs, "hsdp.py", num_ranks=8).trace) == []
+    assert structure_differences(by_roles.trace, everybody.trace) == []
     assert "2 roles (mesh_dp_shard 2), 3 ranks more to verify them: 5 of 8 ranks run" in by_roles.err
     with TraceReader(by_roles.trace) as reader:
         facts = reader.metadata
@@ -55,6 +58,57 @@ def test_hybrid_sharded_job_is_that_of_all_ranks(jobs: Launches, hybrid: Launche
         assert json.loads(facts["roles.disagreements"]) == []
         assert sorted(len(ranks) for ranks in reader.roles.values()) == [2, 3]
     assert not has_errors(validate(by_roles.trace))
+
+
+def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, everybody: Launched) -> None:
+    small = record(jobs, "hsdp.py", num_ranks=4, roles="dp_shard=2,dp=2").trace
+    grown = jobs.folder / "grown.prism"
+    report = grow(small, grown, num_replicas=4)
+    assert (report.num_replicas_before, report.world_size, report.num_groups) == (2, 8, 7)
+    assert structure_differences(grown, everybody.trace) == []
+    assert not has_errors(validate(grown))
+
+
+def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
+    """All ranks share one copy: what each gives to a gather halves as there are twice as many."""
+    gathers = []
+    ranks = tuple(range(4))
+    with TraceWriter(tmp_path / "four.prism", world_size=4) as writer:
+        writer.add_group(ProcessGroup(7, "0", "default_pg", "nccl", ranks))
+        for rank in ranks:
+            columns = {"kind": [2, 2, 2], "op": [Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_GATHER], "seq": [0, 1, 2],
+                       "group_id": [7, 7, 7], "dtype": [DType.FLOAT32, DType.FLOAT32, DType.INT64],
+                       "num_elements_in": [25, 100, 1], "num_elements_out": [100, 25, 4]}  # fmt: skip
+            writer.add_units(rank, columns)
+    grow(tmp_path / "four.prism", tmp_path / "eight.prism", num_replicas=8)
+    with TraceReader(tmp_path / "eight.prism") as reader:
+        assert reader.ranks == tuple(range(8))
+        for rank in reader.ranks:
+            units = reader.units(rank)
+            gathers.append((units.num_elements_in.tolist(), units.num_elements_out.tolist()))
+        assert [group.ranks for group in reader.groups.values()] == [tuple(range(8))]
+    assert gathers == [([13, 104, 1], [104, 13, 8])] * 8
+
+
+def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
+    families = megatron_groups(32, tp=2, pp=2, ep=2)
+    with TraceWriter(tmp_path / "a.prism", world_size=32) as writer:
+        writer.add_groups(ProcessGroup(f.group_id, f.name, f.description, f.backend, f.ranks) for f in families.groups())
+        for rank in range(32):
+            used = [family.group_with(rank) for family in families.all]
+            ids = [fact.group_id for fact in used if fact is not None]
+            writer.add_units(rank, {"kind": [2] * len(ids), "op": [Op.BARRIER] * len(ids), "group_id": ids,
+                                    "seq": [0] * len(ids)})  # fmt: skip
+    with pytest.raises(UsageError, match="9 replicas cannot be made"):
+        grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=9)
+    grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=16)
+    wanted = megatron_groups(64, tp=2, pp=2, ep=2)
+    with TraceReader(tmp_path / "b.prism") as reader:
+        assert {g.ranks for g in reader.groups.values()} == {fact.ranks for fact in wanted.groups()}
+        for rank in reader.ranks:
+            members = [set(reader.groups[one].ranks) for one in reader.units(rank).group_id.tolist()]
+            assert members == [set(group.ranks) for f in wanted.all if (group := f.group_with(rank)) is not None]
+    assert not has_errors(validate(tmp_path / "b.prism"))
 
 
 def test_four_kinds_of_parallelism_are_those_of_all_ranks(jobs: Launches) -> None:

@@ -18,7 +18,7 @@ from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
 from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
-from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
+from tests.runtime.role_jobs import ASYMMETRIC, MIXED, structure_differences
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 
@@ -26,7 +26,7 @@ MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("roles")
-    for name, text in (("hsdp", HSDP), ("operations", OPERATIONS), ("asymmetric", ASYMMETRIC)):
+    for name, text in (("mixed", MIXED), ("asymmetric", ASYMMETRIC)):
         (folder / f"{name}.py").write_text(text)
     return Launches(folder)
 
@@ -39,32 +39,49 @@ def record(jobs: Launches, script: str | Path, *arguments: str, num_ranks: int, 
 
 @pytest.fixture(scope="module")
 def hybrid(jobs: Launches) -> Launched:
-    return record(jobs, "hsdp.py", num_ranks=8, roles="auto")
+    """Ranks communicate before there are groups, so the job starts again once these are known."""
+    (jobs.folder / "roles").mkdir()
+    return record(jobs, "mixed.py", str(jobs.folder / "roles"), "--late", num_ranks=8, roles="auto")
 
 
 @pytest.fixture(scope="module")
 def everybody(jobs: Launches) -> Launched:
-    return record(jobs, "hsdp.py", num_ranks=8)
+    (jobs.folder / "all").mkdir()
+    return record(jobs, "mixed.py", str(jobs.folder / "all"), "--late", num_ranks=8)
 
 
 def test_hybrid_sharded_job_is_that_of_all_ranks(hybrid: Launched, everybody: Launched) -> None:
-    by_roles = hybrid
-    assert structure_differences(by_roles.trace, everybody.trace) == []
-    assert "2 roles (mesh_dp_shard 2), 3 ranks more to verify them: 5 of 8 ranks run" in by_roles.err
-    with TraceReader(by_roles.trace) as reader:
+    assert structure_differences(hybrid.trace, everybody.trace) == []
+    assert "2 roles (TENSOR_MODEL_PARALLEL_GROUP 2), 3 ranks more to verify them: 5 of 8 ranks run" in hybrid.err
+    assert "starts again" in hybrid.err
+    with TraceReader(hybrid.trace) as reader:
         facts = reader.metadata
         assert json.loads(facts["roles.representatives"]) == [0, 1]
         assert json.loads(facts["roles.samples"]) == [5, 6, 7]
         assert json.loads(facts["roles.disagreements"]) == []
         assert sorted(len(ranks) for ranks in reader.roles.values()) == [2, 3]
-    assert not has_errors(validate(by_roles.trace))
+        assert len(reader.steps(4)) == 2
+    assert not has_errors(validate(hybrid.trace))
+
+
+def test_every_operation_gives_what_it_gives_with_all_ranks(
+    jobs: Launches, hybrid: Launched, everybody: Launched
+) -> None:
+    seen = {
+        name: {path.name: ast.literal_eval(path.read_text()) for path in (jobs.folder / name).iterdir()}
+        for name in ("roles", "all")
+    }
+    assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
+    for rank, values in seen["roles"].items():
+        assert values == seen["all"][rank], rank
 
 
 def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, everybody: Launched) -> None:
-    small = record(jobs, "hsdp.py", num_ranks=4, roles="dp_shard=2,dp=2").trace
+    (jobs.folder / "small").mkdir()
+    small = record(jobs, "mixed.py", str(jobs.folder / "small"), "--late", num_ranks=4, roles="tp=2,dp=2").trace
     grown = jobs.folder / "grown.prism"
     report = grow(small, grown, num_replicas=4)
-    assert (report.num_replicas_before, report.world_size, report.num_groups) == (2, 8, 7)
+    assert (report.num_replicas_before, report.world_size, report.num_groups) == (2, 8, 13)
     assert structure_differences(grown, everybody.trace) == []
     assert not has_errors(validate(grown))
 
@@ -93,7 +110,8 @@ def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
 def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
     families = megatron_groups(32, tp=2, pp=2, ep=2)
     with TraceWriter(tmp_path / "a.prism", world_size=32) as writer:
-        writer.add_groups(ProcessGroup(f.group_id, f.name, f.description, f.backend, f.ranks) for f in families.groups())
+        for fact in families.groups():
+            writer.add_group(ProcessGroup(fact.group_id, fact.name, fact.description, fact.backend, fact.ranks))
         for rank in range(32):
             used = [family.group_with(rank) for family in families.all]
             ids = [fact.group_id for fact in used if fact is not None]
@@ -122,22 +140,6 @@ def test_four_kinds_of_parallelism_are_those_of_all_ranks(jobs: Launches) -> Non
     assert "7 of 8 ranks run" in by_roles.err
 
 
-def test_every_operation_gives_what_it_gives_with_all_ranks(jobs: Launches) -> None:
-    """The groups come late, so the job starts again once they are known."""
-    seen = {}
-    for name, roles in (("roles", "auto"), ("all", None)):
-        folder = jobs.folder / name
-        folder.mkdir()
-        run = record(jobs, "operations.py", str(folder), "--late", num_ranks=8, roles=roles)
-        seen[name] = {path.name: ast.literal_eval(path.read_text()) for path in folder.iterdir()}
-        seen[name + " trace"] = {"": run.trace}
-        assert ("starts again" in run.err) == (roles is not None)
-    assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
-    for rank, values in seen["roles"].items():
-        assert values == seen["all"][rank], rank
-    assert structure_differences(seen["roles trace"][""], seen["all trace"][""]) == []
-
-
 def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
     run = record(jobs, "asymmetric.py", num_ranks=8, roles="auto")
     with TraceReader(run.trace) as reader:
@@ -157,7 +159,7 @@ def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
 
 def test_calibration_and_emulation_of_what_never_ran_are_refused(jobs: Launches, hybrid: Launched) -> None:
     for verb in ("calibrate", "emulate"):
-        run = jobs.run(verb, jobs.folder / "hsdp.py", options=["--graph", hybrid.trace])
+        run = jobs.run(verb, jobs.folder / "mixed.py", options=["--graph", hybrid.trace])
         assert run.code == 2
         assert "recorded by roles" in run.err
         assert "Traceback" not in run.err

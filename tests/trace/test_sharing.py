@@ -20,7 +20,8 @@ def test_each_rank_gets_its_own_values(data: st.DataObject, tmp_path_factory: py
     num_codes = data.draw(st.integers(1, 4))
     rows = st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)
     peer = np.array(data.draw(rows), np.int32)
-    codes = np.array(data.draw(st.lists(st.integers(-1, num_codes - 1), min_size=num_rows, max_size=num_rows)), np.int64)
+    some_codes = st.lists(st.integers(-1, num_codes - 1), min_size=num_rows, max_size=num_rows)
+    codes = np.array(data.draw(some_codes), np.int64)
     values = np.array(data.draw(st.lists(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks),
                                          min_size=num_codes, max_size=num_codes)), np.int64)  # fmt: skip
     ranks = list(range(3, 3 + 2 * num_ranks, 2))

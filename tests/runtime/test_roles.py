@@ -76,16 +76,6 @@ def test_every_operation_gives_what_it_gives_with_all_ranks(
         assert values == seen["all"][rank], rank
 
 
-def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, everybody: Launched) -> None:
-    (jobs.folder / "small").mkdir()
-    small = record(jobs, "mixed.py", str(jobs.folder / "small"), "--late", num_ranks=4, roles="tp=2,dp=2").trace
-    grown = jobs.folder / "grown.prism"
-    report = grow(small, grown, num_replicas=4)
-    assert (report.num_replicas_before, report.world_size, report.num_groups) == (2, 8, 13)
-    assert structure_differences(grown, everybody.trace) == []
-    assert not has_errors(validate(grown))
-
-
 def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
     """All ranks share one copy: what each gives to a gather halves as there are twice as many."""
     gathers = []
@@ -129,15 +119,31 @@ def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
     assert not has_errors(validate(tmp_path / "b.prism"))
 
 
-def test_four_kinds_of_parallelism_are_those_of_all_ranks(jobs: Launches) -> None:
-    arguments = ("--same", "--steps", "1", "--microbatches", "2")
-    arguments = ("--tp", "1", *arguments)
-    by_roles = record(jobs, MOE, *arguments, num_ranks=8, roles="ep=2,dp=2,pp=2")
-    everybody = record(jobs, MOE, *arguments, num_ranks=8)
-    assert structure_differences(by_roles.trace, everybody.trace) == []
-    printed = [float(run.out.split()[-1]) for run in (by_roles, everybody)]
+def moe(jobs: Launches, num_ranks: int, roles: str | None = None) -> Launched:
+    arguments = ("--tp", "1", "--same", "--steps", "1", "--microbatches", "2")
+    return record(jobs, MOE, *arguments, num_ranks=num_ranks, roles=roles)
+
+
+@pytest.fixture(scope="module")
+def all_of_moe(jobs: Launches) -> Launched:
+    return moe(jobs, 8)
+
+
+def test_pipeline_and_expert_parallelism_are_those_of_all_ranks(jobs: Launches, all_of_moe: Launched) -> None:
+    by_roles = moe(jobs, 8, roles="ep=2,dp=2,pp=2")
+    assert structure_differences(by_roles.trace, all_of_moe.trace) == []
+    printed = [float(run.out.split()[-1]) for run in (by_roles, all_of_moe)]
     assert printed[0] == pytest.approx(printed[1], rel=1e-6)
     assert "7 of 8 ranks run" in by_roles.err
+
+
+def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, all_of_moe: Launched) -> None:
+    """Of one block of replicas, which expert parallelism joins, two are made."""
+    grown = jobs.folder / "grown.prism"
+    report = grow(moe(jobs, 4).trace, grown, num_replicas=4)
+    assert (report.num_replicas_before, report.world_size) == (2, 8)
+    assert structure_differences(grown, all_of_moe.trace) == []
+    assert not has_errors(validate(grown))
 
 
 def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:

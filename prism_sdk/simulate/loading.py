@@ -306,7 +306,7 @@ def load(
     is_bare = reader.graph_kind is GraphKind.BARE
     if is_bare and transfers_needed:
         raise MissingTimingError(f"{reader.path} is a bare graph: its times mean nothing",
-                                 hint="calibrate it first (prism calibrate), or observe the job; with a cluster profile "
+                                 hint="calibrate it first (prism calibrate), or observe it; with a cluster profile "
                                       "(--cluster) computing takes what it took in the recording")  # fmt: skip
     chosen = tuple(reader.ranks) if ranks is None else tuple(sorted(set(ranks)))
     unknown = sorted(set(chosen) - set(reader.ranks))

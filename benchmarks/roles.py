@@ -2,8 +2,8 @@
 
     python benchmarks/roles.py --ranks 64 1024 8192 --slots 2
 
-Four jobs: FSDP2 over all ranks, hybrid sharding (groups of eight), a mixture of experts with tensor, pipeline, expert and
-data parallelism in plain torch, and the same in Megatron-Core where that is installed.  Start-up is the time until the
+Jobs: FSDP2 over all ranks, hybrid sharding (groups of eight), a mixture of experts with tensor, pipeline, expert and
+data parallelism in plain torch, and a script of Megatron-Core if one is given.  Start-up is the time until the
 roles are known, so until every process group of the first rank was made.  Memory is the sum of the private pages of all
 rank processes, sampled twice a second, and that of the launcher at its largest.
 """

@@ -47,6 +47,7 @@ _COMMANDS = {
         "merge": "Join trace files into one, also of unequal clocks.",
         "slice": "Cut ranks, steps or a time window out of a trace.",
         "compact": "Store the structure that ranks share once.",
+        "expand": "Write a recorded job with more data-parallel replicas.",
         "redact": "Write a copy without names, paths and payloads.",
         "convert": "Turn files of another format into a trace, or a trace into another format.",
         "nccl": "Bring what NCCL's profiler recorded into a trace, or into a table.",

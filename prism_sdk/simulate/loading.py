@@ -47,6 +47,7 @@ PROVENANCE = "prism.provenance"
 _TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8}
 _NAMES = tuple(_TYPES)
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
+_OF_RECORDING = "computing takes what it took in the recording, where ranks ran by turns: it is not calibrated"
 _DETAILS = ("microbatch", "label", "num_bytes")
 _ABSENT = {spec.name: spec.default for spec in MODEL_COLUMNS[TableKind.UNITS] if spec.name in COLUMNS}
 _ITEM_BYTES = np.zeros(256, dtype=np.int64)
@@ -294,7 +295,7 @@ def load(
         transfers_needed: False where a cluster profile will give the transfers that the graph lacks.
 
     Raises:
-        MissingTimingError: a bare graph, or a duration is absent.
+        MissingTimingError: a bare graph whose transfers nothing gives, or a duration is absent.
         GraphError: or a subclass: ranks do not fit together.
     """
     if not isinstance(source, TraceReader):
@@ -302,15 +303,17 @@ def load(
             return load(reader, ranks=ranks, steps=steps, change=change, with_sizes=with_sizes,
                         transfers_needed=transfers_needed)  # fmt: skip
     reader = source
-    if reader.graph_kind is GraphKind.BARE:
+    is_bare = reader.graph_kind is GraphKind.BARE
+    if is_bare and transfers_needed:
         raise MissingTimingError(f"{reader.path} is a bare graph: its times mean nothing",
-                                 hint="calibrate it first (prism calibrate), or observe the job")  # fmt: skip
+                                 hint="calibrate it first (prism calibrate), or observe it; with a cluster profile "
+                                      "(--cluster) computing takes what it took in the recording")  # fmt: skip
     chosen = tuple(reader.ranks) if ranks is None else tuple(sorted(set(ranks)))
     unknown = sorted(set(chosen) - set(reader.ranks))
     if unknown:
         raise UsageError(f"{reader.path} has no rank {unknown[0]}", hint="`prism info` lists the ranks")
     loader = Loader(source=reader.path, graph_kind=reader.graph_kind, transfers_needed=transfers_needed,
-                    is_measured=reader.graph_kind is not GraphKind.CALIBRATED,
+                    is_measured=reader.graph_kind is not GraphKind.CALIBRATED and not is_bare,
                     with_sizes=with_sizes, total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
     with _no_collector():
         for rank in chosen:
@@ -328,4 +331,4 @@ def load(
             JobGraph.load(reader, ranks=ranks, steps=steps)
         raise
     note = ("the file is unfinished: what was written before the end is simulated",) if reader.unfinished else ()
-    return replace(job, notes=(*job.notes, *note))
+    return replace(job, notes=(*job.notes, *note, *((_OF_RECORDING,) if is_bare else ())))

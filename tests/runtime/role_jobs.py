@@ -9,39 +9,15 @@ import numpy as np
 from prismtrace import TraceReader
 from prismtrace.structure import column_numbers
 
-HSDP = '''
-import argparse
+MIXED = '''
+"""Every operation once, then two steps with hybrid sharding."""
+import sys
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo")
-rank, world = dist.get_rank(), dist.get_world_size()
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
-mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-for block in model:
-    fully_shard(block, mesh=mesh)
-fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-data = torch.Generator().manual_seed(1 + rank % 2)  # the same on all replicas
-for step in range(2):
-    x, y = torch.randn(4, 16, generator=data), torch.randint(8, (4,), generator=data)
-    loss = F.cross_entropy(model(x), y)
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-dist.destroy_process_group()
-'''
-
-OPERATIONS = '''
-import sys
-import torch
-import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
@@ -102,6 +78,22 @@ seen["ring"] = ring.tolist()
 dist.barrier()
 with open(f"{sys.argv[1]}/seen-{rank}", "w") as file:
     file.write(repr(seen))
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+for block in model:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.Generator().manual_seed(1 + rank % 2)  # the same on all replicas
+for step in range(2):
+    x, y = torch.randn(4, 16, generator=data), torch.randint(8, (4,), generator=data)
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
 dist.destroy_process_group()
 '''
 

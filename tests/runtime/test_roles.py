@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,22 +12,21 @@ import pytest
 
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_plan, parse_layout, plan_of_groups
 from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
-from prismtrace import TraceReader, has_errors, validate
-from tests.runtime.role_jobs import ASYMMETRIC, HSDP, OPERATIONS, structure_differences
+from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
+from tests.runtime.role_jobs import ASYMMETRIC, MIXED, structure_differences
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
-
-RunJob = Callable[..., Launched]
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("roles")
-    for name, text in (("hsdp", HSDP), ("operations", OPERATIONS), ("asymmetric", ASYMMETRIC)):
+    for name, text in (("mixed", MIXED), ("asymmetric", ASYMMETRIC)):
         (folder / f"{name}.py").write_text(text)
     return Launches(folder)
 
@@ -41,47 +39,111 @@ def record(jobs: Launches, script: str | Path, *arguments: str, num_ranks: int, 
 
 @pytest.fixture(scope="module")
 def hybrid(jobs: Launches) -> Launched:
-    return record(jobs, "hsdp.py", num_ranks=8, roles="auto")
+    """Ranks communicate before there are groups, so the job starts again once these are known."""
+    (jobs.folder / "roles").mkdir()
+    return record(jobs, "mixed.py", str(jobs.folder / "roles"), "--late", num_ranks=8, roles="auto")
 
 
-def test_hybrid_sharded_job_is_that_of_all_ranks(jobs: Launches, hybrid: Launched) -> None:
-    by_roles = hybrid
-    assert structure_differences(by_roles.trace, record(jobs, "hsdp.py", num_ranks=8).trace) == []
-    assert "2 roles (mesh_dp_shard 2), 3 ranks more to verify them: 5 of 8 ranks run" in by_roles.err
-    with TraceReader(by_roles.trace) as reader:
+@pytest.fixture(scope="module")
+def everybody(jobs: Launches) -> Launched:
+    (jobs.folder / "all").mkdir()
+    return record(jobs, "mixed.py", str(jobs.folder / "all"), "--late", num_ranks=8)
+
+
+def test_hybrid_sharded_job_is_that_of_all_ranks(hybrid: Launched, everybody: Launched) -> None:
+    assert structure_differences(hybrid.trace, everybody.trace) == []
+    assert "2 roles (TENSOR_MODEL_PARALLEL_GROUP 2), 3 ranks more to verify them: 5 of 8 ranks run" in hybrid.err
+    assert "starts again" in hybrid.err
+    with TraceReader(hybrid.trace) as reader:
         facts = reader.metadata
         assert json.loads(facts["roles.representatives"]) == [0, 1]
         assert json.loads(facts["roles.samples"]) == [5, 6, 7]
         assert json.loads(facts["roles.disagreements"]) == []
         assert sorted(len(ranks) for ranks in reader.roles.values()) == [2, 3]
-    assert not has_errors(validate(by_roles.trace))
+        assert len(reader.steps(4)) == 2
+    assert not has_errors(validate(hybrid.trace))
 
 
-def test_four_kinds_of_parallelism_are_those_of_all_ranks(jobs: Launches) -> None:
-    arguments = ("--same", "--steps", "1", "--microbatches", "2")
-    arguments = ("--tp", "1", *arguments)
-    by_roles = record(jobs, MOE, *arguments, num_ranks=8, roles="ep=2,dp=2,pp=2")
-    everybody = record(jobs, MOE, *arguments, num_ranks=8)
-    assert structure_differences(by_roles.trace, everybody.trace) == []
-    printed = [float(run.out.split()[-1]) for run in (by_roles, everybody)]
+def test_every_operation_gives_what_it_gives_with_all_ranks(
+    jobs: Launches, hybrid: Launched, everybody: Launched
+) -> None:
+    seen = {
+        name: {path.name: ast.literal_eval(path.read_text()) for path in (jobs.folder / name).iterdir()}
+        for name in ("roles", "all")
+    }
+    assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
+    for rank, values in seen["roles"].items():
+        assert values == seen["all"][rank], rank
+
+
+def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
+    """All ranks share one copy: what each gives to a gather halves as there are twice as many."""
+    gathers = []
+    ranks = tuple(range(4))
+    with TraceWriter(tmp_path / "four.prism", world_size=4) as writer:
+        writer.add_group(ProcessGroup(7, "0", "default_pg", "nccl", ranks))
+        for rank in ranks:
+            columns = {"kind": [2, 2, 2], "op": [Op.ALL_GATHER, Op.REDUCE_SCATTER, Op.ALL_GATHER], "seq": [0, 1, 2],
+                       "group_id": [7, 7, 7], "dtype": [DType.FLOAT32, DType.FLOAT32, DType.INT64],
+                       "num_elements_in": [25, 100, 1], "num_elements_out": [100, 25, 4]}  # fmt: skip
+            writer.add_units(rank, columns)
+    grow(tmp_path / "four.prism", tmp_path / "eight.prism", num_replicas=8)
+    with TraceReader(tmp_path / "eight.prism") as reader:
+        assert reader.ranks == tuple(range(8))
+        for rank in reader.ranks:
+            units = reader.units(rank)
+            gathers.append((units.num_elements_in.tolist(), units.num_elements_out.tolist()))
+        assert [group.ranks for group in reader.groups.values()] == [tuple(range(8))]
+    assert gathers == [([13, 104, 1], [104, 13, 8])] * 8
+
+
+def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
+    families = megatron_groups(32, tp=2, pp=2, ep=2)
+    with TraceWriter(tmp_path / "a.prism", world_size=32) as writer:
+        for fact in families.groups():
+            writer.add_group(ProcessGroup(fact.group_id, fact.name, fact.description, fact.backend, fact.ranks))
+        for rank in range(32):
+            used = [family.group_with(rank) for family in families.all]
+            ids = [fact.group_id for fact in used if fact is not None]
+            writer.add_units(rank, {"kind": [2] * len(ids), "op": [Op.BARRIER] * len(ids), "group_id": ids,
+                                    "seq": [0] * len(ids)})  # fmt: skip
+    with pytest.raises(UsageError, match="9 replicas cannot be made"):
+        grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=9)
+    grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=16)
+    wanted = megatron_groups(64, tp=2, pp=2, ep=2)
+    with TraceReader(tmp_path / "b.prism") as reader:
+        assert {g.ranks for g in reader.groups.values()} == {fact.ranks for fact in wanted.groups()}
+        for rank in reader.ranks:
+            members = [set(reader.groups[one].ranks) for one in reader.units(rank).group_id.tolist()]
+            assert members == [set(group.ranks) for f in wanted.all if (group := f.group_with(rank)) is not None]
+    assert not has_errors(validate(tmp_path / "b.prism"))
+
+
+def moe(jobs: Launches, num_ranks: int, roles: str | None = None) -> Launched:
+    arguments = ("--tp", "1", "--same", "--steps", "1", "--microbatches", "2")
+    return record(jobs, MOE, *arguments, num_ranks=num_ranks, roles=roles)
+
+
+@pytest.fixture(scope="module")
+def all_of_moe(jobs: Launches) -> Launched:
+    return moe(jobs, 8)
+
+
+def test_pipeline_and_expert_parallelism_are_those_of_all_ranks(jobs: Launches, all_of_moe: Launched) -> None:
+    by_roles = moe(jobs, 8, roles="ep=2,dp=2,pp=2")
+    assert structure_differences(by_roles.trace, all_of_moe.trace) == []
+    printed = [float(run.out.split()[-1]) for run in (by_roles, all_of_moe)]
     assert printed[0] == pytest.approx(printed[1], rel=1e-6)
     assert "7 of 8 ranks run" in by_roles.err
 
 
-def test_every_operation_gives_what_it_gives_with_all_ranks(jobs: Launches) -> None:
-    """The groups come late, so the job starts again once they are known."""
-    seen = {}
-    for name, roles in (("roles", "auto"), ("all", None)):
-        folder = jobs.folder / name
-        folder.mkdir()
-        run = record(jobs, "operations.py", str(folder), "--late", num_ranks=8, roles=roles)
-        seen[name] = {path.name: ast.literal_eval(path.read_text()) for path in folder.iterdir()}
-        seen[name + " trace"] = {"": run.trace}
-        assert ("starts again" in run.err) == (roles is not None)
-    assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
-    for rank, values in seen["roles"].items():
-        assert values == seen["all"][rank], rank
-    assert structure_differences(seen["roles trace"][""], seen["all trace"][""]) == []
+def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, all_of_moe: Launched) -> None:
+    """Of one block of replicas, which expert parallelism joins, two are made."""
+    grown = jobs.folder / "grown.prism"
+    report = grow(moe(jobs, 4).trace, grown, num_replicas=4)
+    assert (report.num_replicas_before, report.world_size) == (2, 8)
+    assert structure_differences(grown, all_of_moe.trace) == []
+    assert not has_errors(validate(grown))
 
 
 def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
@@ -103,7 +165,7 @@ def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
 
 def test_calibration_and_emulation_of_what_never_ran_are_refused(jobs: Launches, hybrid: Launched) -> None:
     for verb in ("calibrate", "emulate"):
-        run = jobs.run(verb, jobs.folder / "hsdp.py", options=["--graph", hybrid.trace])
+        run = jobs.run(verb, jobs.folder / "mixed.py", options=["--graph", hybrid.trace])
         assert run.code == 2
         assert "recorded by roles" in run.err
         assert "Traceback" not in run.err

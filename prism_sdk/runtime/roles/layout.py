@@ -111,6 +111,11 @@ class Families:
         family.add(fact)
         self._family_of[known] = family
 
+    def adopt(self, family: Family) -> None:
+        """A family that is made already."""
+        self.all.append(family)
+        self._family_of.update({(fact.name, fact.ranks, fact.generation): family for fact in family.groups})
+
     def knows(self, fact: GroupFact) -> bool:
         return (fact.name, fact.ranks, fact.generation) in self._family_of
 

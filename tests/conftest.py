@@ -12,7 +12,7 @@ import pytest
 
 # These start jobs of several processes, bind them to CPUs, time them or look for what they left behind in /dev/shm.
 LAUNCHING = (
-    "tests/conformance/", "tests/runtime/", "docs/how-to.md", "docs/trace-your-job.md", "docs/write-an-adapter.md",
+    "tests/conformance/", "tests/runtime/", "docs/trace-your-job.md", "docs/write-an-adapter.md",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 from pathlib import Path
 
+import click
 from sphinx.application import Sphinx
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,6 +40,10 @@ include_patterns = [
     "CONTRIBUTING.md",
 ]
 exclude_patterns = [".venv", "build", "plugins", "tests", "nccl_profiler"]
+# commands are copied from the pages: `--graph` must not become a dash
+smartquotes = False
+highlight_language = "text"
+default_role = "code"
 source_suffix = {".md": "markdown"}
 
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -73,6 +78,21 @@ def _keep_links_inside(app: Sphinx, name: str, content: list[str]) -> None:
     content[0] = _LINK.sub(replaced, content[0])
 
 
+def _show_examples_as_typed(app: Sphinx, context: click.Context, lines: list[str]) -> None:
+    """Parts of a help text that keep their lines (``|`` in front of each) become literal blocks."""
+    shown: list[str] = []
+    for line in lines:
+        is_literal = line.startswith("|") and not line.endswith(":")
+        line = line.lstrip("| ") if line.endswith(":") else line
+        if is_literal and not (shown and shown[-1].startswith("    ")):
+            shown += ["", "::", ""]
+        elif not is_literal and line.strip() and shown and shown[-1].startswith("    "):
+            shown.append("")
+        shown.append("    " + line[1:].strip() if is_literal else line)
+    lines[:] = shown
+
+
 def setup(app: Sphinx) -> None:
     """What Sphinx calls."""
+    app.connect("sphinx-click-process-description", _show_examples_as_typed)
     app.connect("source-read", _keep_links_inside)

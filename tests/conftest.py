@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 # These start jobs of several processes, bind them to CPUs, time them or look for what they left behind in /dev/shm.
-LAUNCHING = ("tests/conformance/", "tests/runtime/")
+LAUNCHING = (
+    "tests/conformance/", "tests/runtime/", "docs/trace-your-job.md", "docs/write-an-adapter.md",
+)  # fmt: skip
 
 
 def _has_gpu() -> bool:

@@ -1,4 +1,4 @@
-"""Predicts the memory of a rank whose microbatches run in another order or number. It moves no units and knows no times.
+"""Predicts the memory of a rank whose microbatches run in another order or number. It moves no units.
 
 A forward pass leaves activations behind until the backward pass of its microbatch: the microbatch is *in flight*. The
 high water of a unit is then what is always there plus the microbatches in flight times what one of them takes. The
@@ -24,7 +24,7 @@ UNKNOWN_BYTES = -2
 
 
 def in_flight(columns: Mapping[str, npt.NDArray[Any]]) -> Int64Array:
-    """For each unit, how many microbatches are in flight while it runs; its own counts, from and to its compute unit."""
+    """For each unit, how many microbatches are in flight while it runs; its own one counts."""
     counts = np.zeros(len(columns["kind"]), dtype=np.int64)
     named = np.flatnonzero((columns["kind"] == UnitKind.COMPUTE) & (columns["microbatch"] != ABSENT32))
     steps, numbers = columns["step"][named].tolist(), columns["microbatch"][named].tolist()

@@ -10,9 +10,9 @@ It says nothing about what a page must contain. A page is a sequence of blocks t
 
 A comment on the line before a block changes that: ``<!-- file: NAME -->`` saves it, ``<!-- exit: N -->`` expects that
 exit code of the last command, ``<!-- numbers vary -->`` compares the output without its numbers, and
-``<!-- not run: WHY -->`` leaves the block alone, as does ``<!-- needs: MODULE -->`` where that is not installed. Two are
-joined by a semicolon. With ``PRISM_DOCS_UPDATE=1`` in the environment, output that differs is written into the page
-instead, and a line ``?`` becomes the lines that are there.
+``<!-- not run: WHY -->`` leaves the block alone, as does ``<!-- needs: MODULE -->`` where that is not installed.
+Several are joined by semicolons. With ``PRISM_DOCS_UPDATE=1`` in the environment, output that differs is written into
+the page instead, and a line ``?`` becomes the lines that are there.
 """
 
 from __future__ import annotations

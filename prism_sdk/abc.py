@@ -258,9 +258,7 @@ class UnitNamer(Protocol):
     def leave(self, token: int | None = None) -> None:
         """End the stretch of this token and all inside it; without a token the innermost. Ended ones are passed by."""
 
-    def assume(
-        self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None
-    ) -> None:
+    def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Names for units outside of any stretch, until the next call or step of an optimizer."""
 
     def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:

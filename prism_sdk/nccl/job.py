@@ -49,9 +49,7 @@ class NcclJob:
         ]
 
 
-def load_job(
-    paths: Sequence[str | os.PathLike[str]], *, progress: Callable[[str], None] | None = None
-) -> NcclJob:
+def load_job(paths: Sequence[str | os.PathLike[str]], *, progress: Callable[[str], None] | None = None) -> NcclJob:
     """Read the record files of one job; files of processes without a communicator are left out.
 
     Raises:

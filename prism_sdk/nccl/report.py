@@ -82,9 +82,7 @@ def make_report(job: NcclJob) -> NcclReport:
             times[key].append(one.time_ns)
     rows = [_row(key, num, times.get(key, [])) for key, num in numbers.items()]
     rows.sort(key=lambda row: (row.name, row.num_ranks or 0, row.num_bytes, row.algo, row.proto))
-    return NcclReport(
-        tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings())
-    )
+    return NcclReport(tuple(rows), len(job.ranks), total, shared, untimed, incomplete, tuple(job.findings()))
 
 
 def _row(key: tuple[object, ...], num: int, times: list[int]) -> BandwidthRow:

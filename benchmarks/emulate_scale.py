@@ -67,7 +67,8 @@ def main() -> None:
         print(json.dumps(measure(Path(path), rank=int(rank), whole=whole == "1", steps=arguments.steps)))
         return
     print(
-        "| ranks | units | planned from | planning, CPU s | peak, MiB | operations a step | terms a step | engine, us a step |"
+        "| ranks | units | planned from | planning, CPU s | peak, MiB | operations a step | terms a step "
+        "| engine, us a step |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for num_ranks in (64, 1024, 8192):

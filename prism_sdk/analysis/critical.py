@@ -328,9 +328,7 @@ def _order(times: Times) -> Int64Array:
     return order
 
 
-def _event_slack(
-    graph: JobGraph, times: Times, event: int, completion_slack: Int64Array, later: Int64Array
-) -> int:
+def _event_slack(graph: JobGraph, times: Times, event: int, completion_slack: Int64Array, later: Int64Array) -> int:
     members = graph.event_rows[graph.event_offsets[event] : graph.event_offsets[event + 1]]
     receivers = members[graph.columns["kind"][members] != UnitKind.SEND]
     found = int(completion_slack[receivers].min()) if len(receivers) else _MAX

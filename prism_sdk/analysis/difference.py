@@ -144,4 +144,3 @@ def _units(job: Job, ranks: tuple[int, ...], num_windows: int) -> dict[str, floa
         key = f"transfer {name} in {where}"
         found[key] = found.get(key, 0.0) + total / num_windows
     return found
-

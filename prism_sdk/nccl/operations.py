@@ -107,9 +107,7 @@ def _is_all_to_all(tasks: Tasks, members: list[int], num_ranks: int) -> bool:
     return True
 
 
-def _operation(
-    job: NcclJob, key: tuple[object, ...], members: list[tuple[int, tuple[int, ...]]]
-) -> Operation:
+def _operation(job: NcclJob, key: tuple[object, ...], members: list[tuple[int, tuple[int, ...]]]) -> Operation:
     place, own = members[0]
     records, first = job.ranks[place], own[0]
     tasks = records.tasks

@@ -34,6 +34,7 @@ from prism_sdk.runtime.ranks import EmulateSpec
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
+_LARGE_JOB = 32  # ranks from which on looking for equal ones is worth its time
 _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all of them
 
 
@@ -208,7 +209,9 @@ def _prepare(
         scripts = read_scripts(reader, sandbox)
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
-    graph = JobGraph.load(times or graph_path)
+    graph = boundary_graph(times or graph_path, sandbox)
+    if len(graph.ranks) < graph.world_size:
+        report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
     plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
@@ -227,6 +230,19 @@ def _prepare(
         options=dict(config.options),
     )  # fmt: skip
     return scripts, facts
+
+
+def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:
+    """The graph to plan from: of a large job only ranks that differ, so that memory and time follow its roles."""
+    with TraceReader(path) as reader:
+        is_large = len(reader.ranks) >= _LARGE_JOB
+    if is_large:
+        from prism_sdk.simulate.folding import folded_graph
+
+        folded = folded_graph(path, sandbox_ranks=sandbox)
+        if folded is not None:
+            return folded
+    return JobGraph.load(path)
 
 
 def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prism_sdk.graph.plan import Stream
 from prism_sdk.runtime.calls import COMBINED
 from prism_sdk.runtime.prefetch import Item, PayloadSequence
@@ -79,9 +81,9 @@ class Script:
 
 
 class RecordedValues:
-    """Payload digests of every rank's communication, by operation."""
+    """Payload digests of what ranks contribute to operations (absent: those of all groups)."""
 
-    def __init__(self, reader: TraceReader, ranks: Sequence[int]) -> None:
+    def __init__(self, reader: TraceReader, ranks: Sequence[int], group_ids: set[int] | None = None) -> None:
         columns = ["kind", "op", "group_id", "seq", "peer", "tag", "dtype", "payload_in", "splits_in"]
         self.collective: dict[tuple[int, int, int], tuple[bytes | None, tuple[int, ...] | None]] = {}
         self.message: dict[tuple[int, int, int, int, int], bytes | None] = {}
@@ -90,6 +92,8 @@ class RecordedValues:
             kinds, seqs, groups = table.kind.tolist(), table.seq.tolist(), table.group_id.tolist()
             for row, kind in enumerate(kinds):
                 if kind == UnitKind.COLLECTIVE:
+                    if group_ids is not None and groups[row] not in group_ids:
+                        continue
                     splits = table.splits_in_at(row) if table.op[row] == Op.ALL_TO_ALL else None
                     size = DType(int(table.dtype[row])).itemsize_bytes
                     sizes = None if splits is None else tuple(int(n) * size for n in splits)
@@ -99,13 +103,33 @@ class RecordedValues:
                     self.message[key] = table.payload_in_at(row)
 
 
+def _contributors(reader: TraceReader, sandbox: Sequence[int]) -> tuple[set[int], list[int]]:
+    """The groups whose members' own contributions a sandbox is given, and the ranks that contribute or send to it.
+
+    Reductions are given as results, which the sandbox's own rows have; so most ranks of a large job are not read.
+    """
+    group_ids: set[int] = set()
+    ranks: set[int] = set()
+    for rank in sandbox:
+        table = reader.units(rank, columns=["kind", "op", "group_id", "peer"])
+        kind, op, peer = np.asarray(table.kind), np.asarray(table.op), np.asarray(table.peer)
+        given = (kind == UnitKind.COLLECTIVE) & ~np.isin(op, [int(o) for o in (*_REDUCTIONS, Op.BARRIER)])
+        rooted = given & np.isin(op, [int(Op.BROADCAST), int(Op.SCATTER)])
+        ranks.update(np.unique(peer[rooted | (kind == UnitKind.RECV)]).tolist())
+        group_ids.update(np.unique(np.asarray(table.group_id)[given]).tolist())
+        for group_id in np.unique(np.asarray(table.group_id)[given & ~rooted]).tolist():
+            ranks.update(reader.groups[group_id].ranks)
+    return group_ids, sorted(ranks & set(reader.ranks))
+
+
 def _tag(value: Any) -> int:
     return 0 if value == ABSENT else int(value)
 
 
 def read_scripts(reader: TraceReader, sandbox: Sequence[int]) -> dict[int, Script]:
     """The script of each sandbox rank. Payloads that were not recorded leave `has_values` False."""
-    values = RecordedValues(reader, reader.ranks)
+    group_ids, ranks = _contributors(reader, sandbox)
+    values = RecordedValues(reader, ranks, group_ids)
     return {rank: _script(reader, rank, frozenset(sandbox), values) for rank in sandbox}
 
 

@@ -234,29 +234,22 @@ def test_a_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(expand_variants(("x=--dp {1,2} --slow rank={0,1}:2",))) == 4
 
 
-_SCRIPT = """
-import os, sys, time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-rank, slow = dist.get_rank(), float(sys.argv[1])
-model = torch.nn.Linear(4, 4)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(6):
-    time.sleep(0.06 * (slow if rank == 1 else 1.0))
-    model(torch.ones(2, 4)).sum().backward()
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
+PACED = Path(__file__).parents[2] / "benchmarks" / "paced_training.py"
 
 
 def test_a_slow_rank_agrees_with_a_real_run(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(_SCRIPT)
-    for name, slow in (("plain", "1.0"), ("slow", "1.8")):
-        out = str(tmp_path / f"{name}.prism")
-        assert run(["observe", "--nproc-per-node", "2", "-o", out, "--", str(tmp_path / "train.py"), slow]) == 0
-    real = simulate(load(tmp_path / "slow.prism")).step_time_ns
-    predicted = Scenario(slow=("rank=1:1.8",)).run(tmp_path / "plain.prism").step_time_ns
-    unchanged = simulate(load(tmp_path / "plain.prism")).step_time_ns
-    assert predicted == pytest.approx(real, rel=0.1) and predicted > 1.4 * unchanged
+    """Within 2 %, by medians of steps; a neighbour on the machine can spoil a real run, so there are three attempts."""
+    errors = []
+    for attempt in range(3):
+        steps = {}
+        for name, imbalance in (("plain", "0"), ("slow", "0.5")):
+            path = tmp_path / f"{name}{attempt}.prism"
+            words = ["--wrap", "ddp", "--forward-ms", "15", "--steps", "7", "--imbalance", imbalance]
+            assert run(["observe", "--nproc-per-node", "2", "-o", str(path), "--", str(PACED), *words]) == 0
+            steps[name] = float(np.median(simulate(load(path)).step_times_ns()))
+        predicted = Scenario(slow=("rank=1:1.5",)).run(tmp_path / f"plain{attempt}.prism").step_times_ns()
+        assert np.median(predicted) > 1.3 * steps["plain"]
+        errors.append(abs(float(np.median(predicted)) / steps["slow"] - 1))
+        if errors[-1] < 0.02:
+            return
+    pytest.fail(f"predictions were off by {errors}")

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from prism_sdk.nccl.report import NcclReport
 
 _MAX_FINDINGS = 12
-_FILES = click.argument(
-    "files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE_OR_FOLDER..."
-)
+_FILES = click.argument("files", type=click.Path(path_type=Path), nargs=-1, required=True, metavar="FILE_OR_FOLDER...")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 

@@ -1,0 +1,166 @@
+"""Makes the graph that a sandbox sees of a large job: of all virtual ranks that behave alike only one is kept.
+
+It contracts nothing (``prism_sdk.graph.contract``) and refuses nothing: where ranks do not fold, it says None.
+
+Two virtual ranks are alike when they have the same program and the same weights, and meet alike ranks at the same
+places of their programs. That is the coarsest partition of ranks that refining gives: it begins with programs, weights
+and each sandbox rank by itself, and splits ranks whose lanes differ in which classes they hold, until nothing splits.
+
+Members of a class have the same clock at every row, as functions of what the sandbox does: a clock is a maximum over
+sums of weights and clocks before it, those are equal by induction, and a maximum does not change when equal members are
+left out. So the boundary plan of the folded graph gives what that of the whole graph gives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.job import COLUMN_TYPES, JobGraph
+from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.loading import load
+from prismtrace import GraphKind, ProcessGroup, TraceReader, UnitKind
+
+__all__ = ["folded_graph"]
+
+UInt64Array = npt.NDArray[np.uint64]
+Int64Array = npt.NDArray[np.int64]
+#: What a graph for contraction needs no more: sizes are those of groups that have lost members.
+_LEFT_OUT = frozenset({"num_elements_in", "num_elements_out"})
+
+
+def folded_graph(source: str | os.PathLike[str], *, sandbox_ranks: Collection[int]) -> JobGraph | None:
+    """The folded graph, with the real ranks, groups and numbers of all that the sandbox takes part in.
+
+    Holds each program and each set of weights once while it works, however many ranks have them.
+
+    Returns:
+        None where folding does not help: the graph is not calibrated, or hardly any ranks are alike.
+    """
+    with TraceReader(os.fspath(source)) as reader:
+        if reader.graph_kind is not GraphKind.CALIBRATED or not set(sandbox_ranks) <= set(reader.ranks):
+            return None
+        try:
+            job = load(reader, with_sizes=False)
+        except GraphError:
+            return None  # whoever reads it as a whole says what is wrong
+        color, lane_color = _classes(job, frozenset(sandbox_ranks))
+        kept = np.unique(color, return_index=True)[1]
+        if 2 * len(kept) > job.num_ranks:
+            return None
+        return _graph(reader, job, color, lane_color, kept, frozenset(sandbox_ranks))
+
+
+def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
+    """Spreads 64-bit numbers (the finalizer of SplitMix64), so that sums of them tell sets apart."""
+    x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _classes(job: SimJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64Array]:
+    """The class of each rank position, and a number of each lane that is equal for lanes of alike members."""
+    lanes = job.lanes
+    counts = np.diff(lanes.offsets)
+    position = np.repeat(np.arange(job.num_ranks), counts)
+    local = np.arange(len(position)) - lanes.offsets[position]
+    alone = np.where(np.isin(job.ranks, sorted(sandbox)), job.ranks + 1, 0)
+    keys = np.stack([job.program, job.weight_base, job.origin_ns, alone], axis=1)
+    color = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+    fixed = _mixed(lanes.num_events) ^ _mixed(_mixed(lanes.first_seq) + (lanes.source >= 0).astype(np.uint64))
+    while True:
+        member = _mixed(_mixed(color[position]) + local.astype(np.uint64))
+        order = np.lexsort((member, lanes.lane))
+        lane, sorted_member = lanes.lane[order], member[order]
+        # a set and not a multiset: how many alike members there are does not matter
+        is_new = np.ones(len(order), dtype=np.bool_)
+        is_new[1:] = (lane[1:] != lane[:-1]) | (sorted_member[1:] != sorted_member[:-1])
+        sums = np.zeros(len(fixed), dtype=np.uint64)
+        np.add.at(sums, lane[is_new], sorted_member[is_new])
+        lane_color = _mixed(sums ^ fixed)
+        seen = np.zeros(job.num_ranks, dtype=np.uint64)
+        np.add.at(seen, position, _mixed(lane_color[lanes.lane] + _mixed(local)))
+        pairs = np.stack([color.astype(np.uint64), seen], axis=1)
+        finer = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        if finer.max(initial=0) == color.max(initial=0):
+            return color, lane_color
+        color = finer
+
+
+def _graph(
+    reader: TraceReader, job: SimJob, color: Int64Array, lane_color: UInt64Array, kept: Int64Array,
+    sandbox: frozenset[int],
+) -> JobGraph | None:  # fmt: skip
+    lanes, p = job.lanes, job.programs
+    stands_for = job.ranks[kept][color]  # by position: the rank that is kept of its class
+    touched = np.zeros(len(lane_color), dtype=np.bool_)
+    for rank in sandbox:
+        at = job.position(rank)
+        touched[lanes.lane[lanes.offsets[at] : lanes.offsets[at + 1]]] = True
+    groups: dict[int, ProcessGroup] = {}
+    numbers: dict[int, int] = {}
+    members: dict[int, set[int]] = {}
+    columns_by_rank: dict[int, dict[str, npt.NDArray[Any]]] = {}
+    first_index = {}
+    names = [name for name in COLUMN_TYPES if name not in _LEFT_OUT]
+
+    def stand_in(rank: int) -> int:
+        return int(stands_for[job.position(rank)])
+
+    for at in kept.tolist():
+        rank = int(job.ranks[at])
+        mine = lanes.lane[lanes.offsets[at] : lanes.offsets[at + 1]]
+        group_of, peer_of = np.zeros(len(mine), np.uint64), np.zeros(len(mine), np.int32)
+        kinds = p.kind[p.rows(int(job.program[at]))]
+        lane_of = p.lane_of[p.rows(int(job.program[at]))]
+        kind_of = np.zeros(len(mine), np.uint8)
+        kind_of[lane_of[lane_of >= 0]] = kinds[lane_of >= 0]
+        if len({(int(lane_color[lane]), int(kind)) for lane, kind in zip(mine, kind_of, strict=True)}) < len(mine):
+            return None  # it would meet itself
+        for i, lane in enumerate(mine.tolist()):
+            group_id = int(lanes.group_id[lane])
+            if touched[lane]:
+                if group_id not in groups:
+                    ranks = {stand_in(r) for r in job.groups[group_id].ranks if job.position(r) >= 0}
+                    groups[group_id] = _with_ranks(job.groups[group_id], group_id, ranks)
+            else:
+                key = int(lane_color[lane])
+                number = numbers.setdefault(key, _unused(job, len(numbers)))
+                members.setdefault(number, set()).add(rank)
+                groups[number] = _with_ranks(job.groups[group_id], number, members[number])
+                group_id = number
+            group_of[i] = group_id
+            other = int(lanes.destination[lane] if kind_of[i] == UnitKind.SEND else lanes.source[lane])
+            peer_of[i] = stand_in(other) if other >= 0 and job.position(other) >= 0 else other
+            if kind_of[i] != UnitKind.COLLECTIVE and not touched[lane]:
+                members[group_id].add(int(peer_of[i]))
+                groups[group_id] = _with_ranks(groups[group_id], group_id, members[group_id])
+        table = reader.units(rank, columns=names)
+        columns = {name: np.array(getattr(table, name)) for name in names}
+        is_moved = lane_of >= 0
+        is_message = is_moved & (kinds != UnitKind.COLLECTIVE)
+        columns["group_id"] = columns["group_id"].astype(np.uint64)
+        columns["group_id"][is_moved] = group_of[lane_of[is_moved]]
+        columns["peer"][is_message] = peer_of[lane_of[is_message]]
+        columns_by_rank[rank] = columns
+        first_index[rank] = table.first_index
+    return JobGraph.from_columns(columns_by_rank, world_size=job.world_size, groups=groups, first_index=first_index,
+                                 graph_kind=job.graph_kind, source=job.source)  # fmt: skip
+
+
+def _with_ranks(group: ProcessGroup, group_id: int, ranks: Collection[int]) -> ProcessGroup:
+    return ProcessGroup(group_id, group.name, group.description, group.backend, tuple(sorted(ranks)))
+
+
+def _unused(job: SimJob, number: int) -> int:
+    """A group id for a class of lanes that the trace does not have."""
+    group_id = 2**62 + number
+    while group_id in job.groups:
+        group_id += 2**32
+    return group_id

@@ -1,7 +1,7 @@
 """The sandbox rank's end of a backend that moves bytes: plays the rank's full schedule beside the program.
 
-Responsible for buffers, threads and results of one rank; the schedules are prism_sdk.pruning's, the bytes transport.py's,
-and the times the boundary engine's.
+Responsible for buffers, threads and results of one rank; the schedules are prism_sdk.pruning's, the bytes
+transport.py's, and the times the boundary engine's.
 
 A thread for each group plays its collectives in the order of their issue, as a backend's own thread does. Messages
 need none. Every issue is announced to the assistant, which plays the virtual members (virtual.py).
@@ -13,6 +13,7 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -85,7 +86,7 @@ class Carrier:
     def _message(self, call: Call, one: Expected, told: Announcement, communicator: Communicator) -> Carriage | None:
         assert one.stream is not None and call.peer is not None
         number = self._numbers.setdefault((one.group_id, *one.stream), len(self._numbers))
-        object.__setattr__(told, "number", number)
+        told = replace(told, number=number)
         self._control.send(("issue", told))
         lane = communicator.message_lane(number)
         sends = call.op is Op.SEND

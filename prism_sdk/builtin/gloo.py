@@ -108,6 +108,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
         [sys.executable, "-m", "prism_sdk.runtime.virtual", str(path)],
         pass_fds=[same_fd, context.board_fd, *facts.control_fds], start_new_session=True,
     )  # fmt: skip
+    context.watch(process, "the assistant that plays the virtual ranks")
     try:
         control_fds = tuple(ours.fileno() for ours, _ in pairs)
         yield Assistance(

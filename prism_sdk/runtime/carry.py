@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from prism_sdk.abc import Carriage, CarriedOperation
+from prism_sdk.errors import RunError
 from prism_sdk.pruning import Action, Move, Pending, play, traffic
 from prism_sdk.runtime.announce import (
     DIFFERENT,
@@ -138,7 +139,7 @@ class CollectiveCarriage:
         self.call: Call = operation.call
         self._carrier, self._operation, self._told, self._communicator = carrier, operation, told, communicator
         self._ended = threading.Event()
-        self._error: BaseException | None = None
+        self._error: RunError | None = None
         self._whole: torch.Tensor | None = None  # a reduction's buffer, a broadcast's
         self._parts: list[torch.Tensor] = []  # by member
 
@@ -193,8 +194,9 @@ class CollectiveCarriage:
         """Play this rank's schedule to its end."""
         try:
             self._run()
-        except BaseException as error:
-            self._error = error
+        except Exception as error:
+            what = f"{self.call.op.name.lower()} in a group of {len(self.call.group.ranks)} with virtual members"
+            self._error = RunError(f"{what} broke off: {error}", hint="an end of the assistant's shows on stderr")
         self._ended.set()
 
     def _run(self) -> None:

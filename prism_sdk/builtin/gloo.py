@@ -58,6 +58,7 @@ class GlooBackend(ReplayBackend):
 
     name = "gloo"
     description = "real messages over gloo with virtual neighbours, pruned to what touches the sandbox"
+    option_names = ("lead_us",)
     needs_board = True
 
     def assist(self, context: AssistContext) -> AbstractContextManager[Assistance]:

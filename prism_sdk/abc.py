@@ -7,6 +7,7 @@ and the objects that the runtime hands to a plugin (the contexts) are implemente
 from __future__ import annotations
 
 import abc
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -210,6 +211,9 @@ class AssistContext(Protocol):
 
     def report(self, message: str) -> None:
         """Show one line of progress to the user."""
+
+    def watch(self, process: subprocess.Popen[bytes], name: str) -> None:
+        """End the run with an error if this process, called ``name`` there, ends before the sandbox ranks do."""
 
 
 @dataclass(frozen=True)

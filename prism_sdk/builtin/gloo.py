@@ -28,12 +28,14 @@ from prism_sdk.abc import (
     ReplaySession,
 )
 from prism_sdk.builtin.local import LocalSession
+from prism_sdk.errors import UsageError
 from prism_sdk.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from prism_sdk.runtime.carry import Carrier
 
 _LIMIT_BYTES = 256 << 20
+_LEAD_US = 1000  # what a message may take: threads wake up late on a busy machine
 _PATIENCE_S = 5.0
 
 
@@ -56,6 +58,7 @@ class GlooBackend(ReplayBackend):
 
     name = "gloo"
     description = "real messages over gloo with virtual neighbours, pruned to what touches the sandbox"
+    option_names = ("lead_us",)
     needs_board = True
 
     def assist(self, context: AssistContext) -> AbstractContextManager[Assistance]:
@@ -85,6 +88,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     from prism_sdk.runtime.virtual import VirtualFacts
 
     sandbox = tuple(context.sandbox)
+    lead_ns = _number(context, "lead_us", _LEAD_US) * 1000
     groups = {
         one.group_id: one.group_ranks
         for rank in sandbox
@@ -97,7 +101,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     facts = VirtualFacts(
         graph=context.graph_path, folder=context.work_dir, sandbox=sandbox, groups=groups, board_fd=context.board_fd,
         same_fd=same_fd, control_fds=tuple(theirs.fileno() for _, theirs in pairs), cpus=tuple(context.cpus),
-        limit_bytes=int(context.options.get("prefetch_bytes", _LIMIT_BYTES)),
+        limit_bytes=_number(context, "prefetch_bytes", _LIMIT_BYTES), lead_ns=lead_ns,
     )  # fmt: skip
     path = context.work_dir / "virtual"
     path.write_bytes(pickle.dumps(facts))
@@ -105,6 +109,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
         [sys.executable, "-m", "prism_sdk.runtime.virtual", str(path)],
         pass_fds=[same_fd, context.board_fd, *facts.control_fds], start_new_session=True,
     )  # fmt: skip
+    context.watch(process, "the assistant that plays the virtual ranks")
     try:
         control_fds = tuple(ours.fileno() for ours, _ in pairs)
         yield Assistance(
@@ -126,6 +131,13 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
             ours.close()
             theirs.close()
         _report(context, path.with_suffix(".json"))
+
+
+def _number(context: AssistContext, name: str, default: int) -> int:
+    text = context.options.get(name, str(default))
+    if not text.isdecimal():
+        raise UsageError(f"-O {name}={text}: not a whole number", hint=f"for example -O {name}={default}")
+    return int(text)
 
 
 def _report(context: AssistContext, path: Path) -> None:

@@ -12,8 +12,8 @@ neighbour. A chunk that enters the gap as message t would leave it m hops later 
 The first m messages come from nobody: the closing member makes them up. The last m of a go nowhere. One virtual member
 (the leftmost: the closing one of the first gap) adds the combined contribution of *all* virtual members to each chunk
 that passes it. It does so in its first n messages, in which any member of the full ring adds its own: in them each
-chunk passes it just once. Closing members of other gaps add nothing. So every sandbox member ends with the full result and has
-exchanged what it would have in the full ring.
+chunk passes it just once. Closing members of other gaps add nothing. So every sandbox member ends with the full result
+and has exchanged what it would have in the full ring.
 
 The closing member must be able to buffer what it has taken and may not send yet: up to n - k - 1 chunks.
 """

@@ -45,7 +45,10 @@ class Announcement:
 def announcement(call: Call, one: Expected, *, rank: int, handle: tuple[int, int]) -> Announcement | None:
     """Describe a call; None for what no transport carries (tensors of several types in one reduction)."""
     size, me = len(call.group.ranks), call.group.group_rank
-    count, sizes, received, counts = 1, (), (), ()
+    count = 1
+    sizes: tuple[int, ...] = ()
+    received: tuple[int, ...] = ()
+    counts: tuple[int, ...] = ()
     dtype = torch.uint8
     if call.op in REDUCTIONS:
         if len({tensor.dtype for tensor in call.contribution}) != 1:

@@ -1,7 +1,7 @@
 """The sandbox rank's end of a backend that moves bytes: plays the rank's full schedule beside the program.
 
-Responsible for buffers, threads and results of one rank; the schedules are prism_sdk.pruning's, the bytes transport.py's,
-and the times the boundary engine's.
+Responsible for buffers, threads and results of one rank; the schedules are prism_sdk.pruning's, the bytes
+transport.py's, and the times the boundary engine's.
 
 A thread for each group plays its collectives in the order of their issue, as a backend's own thread does. Messages
 need none. Every issue is announced to the assistant, which plays the virtual members (virtual.py).
@@ -13,12 +13,14 @@ import queue
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from prism_sdk.abc import Carriage, CarriedOperation
+from prism_sdk.errors import RunError
 from prism_sdk.pruning import Action, Move, Pending, play, traffic
 from prism_sdk.runtime.announce import (
     DIFFERENT,
@@ -85,7 +87,7 @@ class Carrier:
     def _message(self, call: Call, one: Expected, told: Announcement, communicator: Communicator) -> Carriage | None:
         assert one.stream is not None and call.peer is not None
         number = self._numbers.setdefault((one.group_id, *one.stream), len(self._numbers))
-        object.__setattr__(told, "number", number)
+        told = replace(told, number=number)
         self._control.send(("issue", told))
         lane = communicator.message_lane(number)
         sends = call.op is Op.SEND
@@ -137,7 +139,7 @@ class CollectiveCarriage:
         self.call: Call = operation.call
         self._carrier, self._operation, self._told, self._communicator = carrier, operation, told, communicator
         self._ended = threading.Event()
-        self._error: BaseException | None = None
+        self._error: RunError | None = None
         self._whole: torch.Tensor | None = None  # a reduction's buffer, a broadcast's
         self._parts: list[torch.Tensor] = []  # by member
 
@@ -192,8 +194,9 @@ class CollectiveCarriage:
         """Play this rank's schedule to its end."""
         try:
             self._run()
-        except BaseException as error:
-            self._error = error
+        except Exception as error:
+            what = f"{self.call.op.name.lower()} in a group of {len(self.call.group.ranks)} with virtual members"
+            self._error = RunError(f"{what} broke off: {error}", hint="an end of the assistant's shows on stderr")
         self._ended.set()
 
     def _run(self) -> None:

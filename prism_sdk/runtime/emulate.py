@@ -181,6 +181,7 @@ class EmulateSeam(Seam):
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
+            is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
                 carriage.wait()
             if carriage is None or not one.sources or not carriage.deliver():
@@ -188,7 +189,7 @@ class EmulateSeam(Seam):
             else:
                 self.pool.release(one.first_item + moved, len(one.sources))
             due = self.engine.completion(handle)
-            blocked = due > now_ns()
+            blocked = is_under_way or due > now_ns()
             late = self.session.hold_until(due)
             if blocked or not call.is_async:
                 self.late_ns.append(late)

@@ -14,12 +14,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
-from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
+from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
@@ -41,8 +41,12 @@ _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all o
 class SandboxPolicy(AllAtOnce):
     """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
 
-    def __init__(self, *, end_step: int) -> None:
+    def __init__(
+        self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int
+    ) -> None:
+        """`watched`: processes that must outlive the ranks, by what to call them."""
         super().__init__(end_step=end_step)
+        self._watched = watched
         self._store = KeyValues()
         self._waiting: dict[int, tuple[Any, ...]] = {}  # store requests without an answer yet
         self._asked_ns: dict[int, int] = {}
@@ -68,6 +72,9 @@ class SandboxPolicy(AllAtOnce):
     def tick(self) -> None:
         """Virtual ranks set no keys: a wait for one of theirs ends with the program's own timeout."""
         super().tick()
+        for name, process in self._watched:
+            if process.poll() is not None:
+                self.host.fail(RunError(f"{name} ended before the ranks did (exit status {process.returncode})"))
         now = time.monotonic_ns()
         for rank, request in list(self._waiting.items()):
             if now - self._asked_ns[rank] > request[-1] * 1e9:
@@ -102,11 +109,9 @@ def run_sandbox(
         fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         spare = _spare_cpus(config, len(facts.sandbox))
         try:
-            with (
-                _assistants(facts, scripts, work, cpus=spare),
-                _assist(backend, _AssistContext(facts, work, spare, progress.say)) as assistance,
-            ):
-                policy = SandboxPolicy(end_step=end_step)
+            context = _AssistContext(facts, work, spare, progress.say)
+            with _assistants(facts, scripts, work, cpus=spare), _assist(backend, context) as assistance:
+                policy = SandboxPolicy(context.watched, end_step=end_step)
                 result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
                     emulate=replace(facts, assistance=assistance),
@@ -140,6 +145,10 @@ class _AssistContext:
     work_dir: Path
     cpus: Sequence[int]
     report: Report
+    watched: list[tuple[str, subprocess.Popen[bytes]]] = field(default_factory=list)
+
+    def watch(self, process: subprocess.Popen[bytes], name: str) -> None:
+        self.watched.append((name, process))
 
     @property
     def graph_path(self) -> Path:

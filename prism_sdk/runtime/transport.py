@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,12 +43,13 @@ class GlooTransport(Transport):
         """Connect with the other positions, which do the same; they meet in a file in `folder`."""
         from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo
 
+        gloo: Any = ProcessGroupGloo  # torch's stubs lack most of it
         store = PrefixStore(name, FileStore(str(folder / f"meet-{name}"), -1))
         store.set_timeout(_TIMEOUT)
-        options = ProcessGroupGloo._Options()
-        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname="127.0.0.1", lazy_init=False)]
         options._timeout, options._threads = _TIMEOUT, 1
-        self._group = ProcessGroupGloo(store, position, size, options)
+        self._group = gloo(store, position, size, options)
         _kept.append(self._group)
 
     def send(self, tensor: torch.Tensor, position: int, lane: int) -> Pending:

@@ -7,7 +7,8 @@ and for taking in what they send; which messages those are is prism_sdk.pruning'
 
 A thread for each stream carries out its operations in order. An operation begins when all its sandbox members have
 announced it. What they send is received at once, however far ahead of the schedule (the closing member is elastic).
-Message i of the m that a member receives is sent not before i/m of its transfer has passed since the last arrival.
+Message i of the m that a member receives is sent when i/m of its transfer has passed since the last arrival, less a
+lead for the way: the rank is held until the operation is due, so what comes early is not early for the program.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class VirtualFacts:
     control_fds: tuple[int, ...]  # of each sandbox rank
     cpus: tuple[int, ...]
     limit_bytes: int
+    lead_ns: int
 
 
 def connect_groups(
@@ -203,7 +205,7 @@ class Assistant:
             if not begun:
                 begun.append(self._arrival(one.handle))
             transfer = transfers[announced[emission.destination].rank]
-            self._sleep_until(begun[0] + transfer * emission.ordinal // emission.num_received)
+            self._sleep_until(begun[0] + transfer * emission.ordinal // emission.num_received - self._facts.lead_ns)
 
         fold = FOLD.get(one.reduce_op)
         for pending in play_closing(

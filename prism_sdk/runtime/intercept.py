@@ -184,13 +184,15 @@ def _replace(library: torch.library.Library, name: str) -> None:
     for key in _DISPATCH_KEYS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
             continue
-        kernel = _make_kernel(name, group_index, num_returns, key)
+        is_sparse = key.startswith("Sparse")
+        kernel = _make_kernel(name, group_index, num_returns, is_sparse=is_sparse, is_on_cpu=key == "CPU")
         library.impl(name, kernel, key, allow_override=True)
 
 
-def _make_kernel(name: str, group_index: int, num_returns: int, key: str) -> Callable[..., Any]:
+def _make_kernel(
+    name: str, group_index: int, num_returns: int, *, is_sparse: bool, is_on_cpu: bool = False
+) -> Callable[..., Any]:
     parse, run_native = OPERATORS[name], NATIVES[name]
-    is_on_cpu, is_sparse = key == "CPU", key.startswith("Sparse")
 
     def kernel(*args: Any) -> Any:
         process_group = ProcessGroup.unbox(args[group_index])

@@ -191,4 +191,7 @@ class TimedBlock(PrismWork):
                 tracer.wait(unit, start, end, blocked=False)
                 start = end
 
-        super().__init__(complete, inner.is_completed, [], again=lambda: inner.wait() and None)
+        def again() -> None:
+            inner.wait()
+
+        super().__init__(complete, inner.is_completed, [], again=again)

@@ -28,11 +28,12 @@ from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
+from prism_sdk.runtime.oncuda import devices
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.stepboard import step_cell
 from prism_sdk.runtime.tracer import Tracer, open_shard
-from prismtrace import GraphKind, PrismTraceError, TraceWriteError
+from prismtrace import GraphKind, PrismTraceError, TraceWriteError, TraceWriter
 
 _GRAPH_KINDS = {
     LaunchMode.OBSERVE: GraphKind.OBSERVED,
@@ -50,12 +51,22 @@ class Agent:
         self.spec = spec
         self.channel = channel
         writer = open_shard(spec.parts_dir, spec.rank, _GRAPH_KINDS[spec.mode], spec.world_size, dict(spec.metadata))
-        self.tracer = Tracer(spec.rank, writer)
+        self.tracer = self._make_tracer(writer)
         self.tracer.step_cell = step_cell(*spec.step_board)
         self.seam = self._make_seam()
         self.interceptor = Interceptor(self.seam)
         self._adapters = contextlib.ExitStack()
         self._naming: Naming | None = None
+
+    def _make_tracer(self, writer: TraceWriter) -> Tracer:
+        if self.spec.mode is LaunchMode.OBSERVE and self.spec.device != "cpu" and devices.num_real_devices():
+            from prism_sdk.runtime.oncuda.durations import ENVIRONMENT
+            from prism_sdk.runtime.oncuda.tracing import DeviceTracer
+
+            for name, value in ENVIRONMENT.items():  # before the program makes a group
+                os.environ.setdefault(name, value)
+            return DeviceTracer(self.spec.rank, writer)
+        return Tracer(self.spec.rank, writer)
 
     def _make_seam(self) -> Seam:
         if self.spec.mode is LaunchMode.OBSERVE:
@@ -82,6 +93,8 @@ class Agent:
             from prism_sdk.runtime import oncpu
 
             oncpu.install(num_devices=self.spec.num_devices)
+        elif self.seam.replaces_backend and 0 < devices.num_real_devices() < self.spec.num_devices:
+            devices.install(num_logical=self.spec.num_devices, num_real=devices.num_real_devices())
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)
@@ -144,6 +157,10 @@ def _run_program(spec: RankSpec, agent: Agent, channel: wire.Channel) -> int:
             status, text = "failed", f"the program called sys.exit({exit_.code!r})"
     except BaseException as error:
         code, status, text, cause = 1, "failed", program_traceback(error), _cause(error)
+        if cause is None and spec.mode is LaunchMode.RECORD:
+            from prism_sdk.runtime.oncuda.footprint import out_of_memory
+
+            cause = out_of_memory(error, spec.rank)
         run_excepthook(error)
     run_exit_handlers()
     try:

@@ -80,6 +80,8 @@ class Call:
     equal_counts: bool = True  # members must contribute the same number of elements
     sizes_differ: str | None = None  # what does not fit between inputs and outputs
     misfit: Callable[[], Exception | str | None] | None = None  # what gloo would not take, asked where gloo is not
+    through_one_tensor: list[torch.Tensor] = field(default_factory=list)  # a list that NCCL joins in memory of its own
+    device: torch.device | None = None  # of an operation without tensors
 
     def check(self) -> None:
         """Raise RuntimeError for what every backend refuses; the modes that replace the backend call this."""

@@ -18,6 +18,7 @@ from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post
+from prism_sdk.runtime.oncuda.ledger import Ledger
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.standing import (
     DONE,
@@ -55,6 +56,7 @@ class Coordinator(Policy):
         self._warned: set[int] = set()
         self._matcher = Matcher()
         self._store = KeyValues()
+        self._devices = Ledger()
         self._ready: deque[int] = deque()
         self._states: dict[int, RankState] = {}
         self._waiters: dict[Key, list[int]] = {}
@@ -77,6 +79,7 @@ class Coordinator(Policy):
         self._lent.discard(rank)
         self._in_store.pop(rank, None)
         state.state = DONE
+        self._devices.ended(rank)
         self._grant()
 
     def snapshot(self) -> Snapshot | None:
@@ -109,6 +112,9 @@ class Coordinator(Policy):
             self._holders[state.slot] = state
             if state.state == NEW:
                 state.state = RUNNING
+                if (refusal := self._devices.refusal(state.rank)) is not None:
+                    self.host.fail(refusal)
+                    return
                 self.host.spawn(state.rank)
             else:
                 state.state = RUNNING
@@ -164,6 +170,9 @@ class Coordinator(Policy):
 
     def _on_group(self, rank: int, message: tuple[Any, ...]) -> None:
         self._matcher.add_group(*message[1:])
+
+    def _on_device(self, rank: int, message: tuple[Any, ...]) -> None:
+        self._devices.note(rank, message[1])
 
     def _on_step(self, rank: int, message: tuple[Any, ...]) -> None:
         self._states[rank].step = message[1]

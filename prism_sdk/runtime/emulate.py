@@ -24,6 +24,7 @@ from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
+from prism_sdk.runtime.oncuda.order import HostOrder, order_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
@@ -110,14 +111,15 @@ class EmulateSeam(Seam):
         if one.stream is None:
             return self._issue_real(call, unit, posted)
         handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
+        order = order_of(call)
         if one.sources:
             self.pool.announce(one.first_item + moved)
         carriage = self.session.carry(CarriedOperation(call, one, handle, self._recorded_own(one, moved)))
         work = PrismWork(
-            self._completer(call, one, moved, unit, posted, handle, seq, carriage), self._poller(handle, carriage),
-            call.outputs,
+            self._completer(call, one, moved, unit, posted, handle, seq, carriage, order),
+            self._poller(handle, carriage), order.results,
             is_async=call.is_async, late_wait=self._late_wait(unit),
-            line=None if call.is_p2p else (call.group.group_id, seq),
+            line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
         if call.op is Op.BARRIER and not call.is_async:
@@ -177,17 +179,18 @@ class EmulateSeam(Seam):
 
     def _completer(
         self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int,
-        carriage: Carriage | None,
+        carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
                 carriage.wait()
-            if carriage is None or not one.sources or not carriage.deliver():
-                self._give_values(call, one, moved)
-            else:
-                self.pool.release(one.first_item + moved, len(one.sources))
+            with order:
+                if carriage is None or not one.sources or not carriage.deliver():
+                    self._give_values(call, one, moved)
+                else:
+                    self.pool.release(one.first_item + moved, len(one.sources))
             due = self.engine.completion(handle)
             blocked = is_under_way or due > now_ns()
             late = self.session.hold_until(due)
@@ -333,4 +336,4 @@ def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: m
 
 
 def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(view), dtype=like.dtype)
+    return torch.frombuffer(bytearray(view), dtype=like.dtype)  # on the CPU, whatever the default device is

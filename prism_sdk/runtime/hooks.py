@@ -14,6 +14,7 @@ import torch
 import torch.autograd.graph
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from prism_sdk.runtime.oncuda.values import late_value
 from prism_sdk.runtime.tracer import Tracer
 
 
@@ -74,5 +75,5 @@ def _losses(roots: Any) -> list[float | Callable[[], float]]:
     for root in roots:
         if type(root) is torch.Tensor and root.numel() == 1 and root.is_floating_point():
             kept = root.detach()
-            values.append(kept.item() if kept.device.type == "cpu" else kept.clone().item)
+            values.append(kept.item() if kept.device.type == "cpu" else late_value(kept))
     return values

@@ -28,6 +28,7 @@ from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
 from prism_sdk.runtime.work import PrismWork
 
+_CPU = torch.device("cpu")
 _DISPATCH_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
 
 
@@ -157,6 +158,7 @@ class Interceptor:
 
 
 _library: torch.library.Library | None = None
+_checks_devices = False  # there is a GPU, so a group may have no backend for CPUs
 _current: Interceptor | None = None  # whom the kernels ask; none yet: they do what they did without Prism
 
 
@@ -182,11 +184,14 @@ def _replace(library: torch.library.Library, name: str) -> None:
     for key in _DISPATCH_KEYS:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"c10d::{name}", key):
             continue
-        kernel = _make_kernel(name, group_index, num_returns, is_sparse=key.startswith("Sparse"))
+        is_sparse = key.startswith("Sparse")
+        kernel = _make_kernel(name, group_index, num_returns, is_sparse=is_sparse, is_on_cpu=key == "CPU")
         library.impl(name, kernel, key, allow_override=True)
 
 
-def _make_kernel(name: str, group_index: int, num_returns: int, *, is_sparse: bool) -> Callable[..., Any]:
+def _make_kernel(
+    name: str, group_index: int, num_returns: int, *, is_sparse: bool, is_on_cpu: bool = False
+) -> Callable[..., Any]:
     parse, run_native = OPERATORS[name], NATIVES[name]
 
     def kernel(*args: Any) -> Any:
@@ -201,6 +206,8 @@ def _make_kernel(name: str, group_index: int, num_returns: int, *, is_sparse: bo
             if replaced:
                 raise UnsupportedError(f"{name.rstrip('_')} of sparse tensors", hint="make them dense first")
         elif interceptor is not None and interceptor.active:
+            if _checks_devices and replaced and is_on_cpu:
+                process_group._get_backend(_CPU)  # says in torch's words that NCCL has none for the CPU
             try:
                 call = parse(interceptor.group_of(process_group), native, args)
             except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
@@ -242,8 +249,12 @@ def _never_destroy(group: ProcessGroup) -> None:
 
 
 def _fake_backends(requested: str) -> str:
-    """The fake backend for the CPU and all devices that the requested one serves; the import registers it."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+    """The fake backend for all devices that the requested one serves, and the CPU; the import registers it."""
+    global _checks_devices
+    import torch.testing._internal.distributed.fake_pg
 
-    devices = {"cpu": "", **distributed_c10d.BackendConfig(dist.Backend(requested)).get_device_backend_map()}
+    devices = list(distributed_c10d.BackendConfig(dist.Backend(requested)).get_device_backend_map())
+    _checks_devices = torch.cuda.is_available()
+    if not _checks_devices:  # else objects travel, and memory is taken, where the script's backend does it
+        devices = list(dict.fromkeys(["cpu", *devices]))
     return ",".join(f"{device}:{dist.Backend.FAKE}" for device in devices)

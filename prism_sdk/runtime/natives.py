@@ -76,10 +76,17 @@ def _reduce_scatter(backend: Any, a: tuple[Any, ...]) -> Any:
 
 
 def _each(method: Native) -> Native:
-    """A coalesced operator as its single operations: Backend has no Python binding for the coalesced method."""
+    """A coalesced operator as its single operations: Backend has no Python binding for the coalesced method.
+
+    A backend that can coalesce does here what that method of it does.
+    """
 
     def run(backend: Any, a: tuple[Any, ...]) -> Any:
-        return Several([method(backend, (out, tensor, *a[2:])) for out, tensor in zip(a[0], a[1], strict=True)])
+        coalesces = bool(getattr(backend, "supports_coalescing", False))
+        if coalesces:
+            backend._start_coalescing()
+        works = [method(backend, (out, tensor, *a[2:])) for out, tensor in zip(a[0], a[1], strict=True)]
+        return backend._end_coalescing() if coalesces else Several(works)
 
     return run
 

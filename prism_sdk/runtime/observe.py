@@ -10,12 +10,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.futures import DrivenFuture, install_futures
 from prism_sdk.runtime.intercept import Seam
-from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.oncuda.order import device_of
+from prism_sdk.runtime.oncuda.tracing import DeviceTracer
+from prism_sdk.runtime.tracer import Tracer
 from prism_sdk.runtime.work import PrismWork, wait_before_backward_ends
 from prismtrace.model import ABSENT, ProcessGroup
 
@@ -48,13 +51,32 @@ class TimedWork(PrismWork):
     """Wraps a backend's own work handle and dates the waits for it."""
 
     def __init__(self, inner: Work, tracer: Tracer, unit: int, call: Call, posted_ns: int) -> None:
-        wait = _timed_wait(inner, tracer, unit, call, posted_ns, self)
+        on_device = device_of(call) is not None
+        wait = _timed_wait(inner, tracer, unit, call, posted_ns, self, on_device)
         super().__init__(wait, inner.is_completed, call.outputs, is_async=call.is_async)
         self._inner: Work | None = inner
+        self._on_device = on_device
+        self.unit = unit
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Each wait makes the stream that is current then wait, so on a GPU the backend's handle is needed again."""
+        if self._complete is None and self._inner is not None and self._error is None:
+            self._inner.wait()
+        return super().wait(timeout)
 
     def _release(self) -> None:
-        self._inner = None
+        if not self._on_device:
+            self._inner = None
         super()._release()
+
+    def give_up(self) -> None:
+        self._on_device = False
+        super().give_up()
+
+    def __del__(self) -> None:
+        if self._complete is None:
+            self._inner = None
+        super().__del__()
 
     def get_future(self) -> Any:
         """The backend's own future; the wait for it is made visible where that is possible."""
@@ -71,23 +93,23 @@ class TimedWork(PrismWork):
 
 
 def _timed_wait(
-    inner: Work, tracer: Tracer, unit: int, call: Call, posted_ns: int, handle: TimedWork
+    inner: Work, tracer: Tracer, unit: int, call: Call, posted_ns: int, handle: TimedWork, on_device: bool
 ) -> Callable[[timedelta | None], None]:
-    is_async = call.is_async
+    is_async, tag = call.is_async, call.tag or 0
     any_source = call.is_p2p and call.peer is None
     group = call.group
 
     def complete(timeout: timedelta | None) -> None:
-        start = now_ns() if is_async else posted_ns
-        blocked = not is_async or not inner.is_completed()
+        start = tracer.now() if is_async else posted_ns
+        blocked = not is_async or (not on_device and not inner.is_completed())  # of a stream nobody knows it yet
         if timeout:
             inner.wait(timeout)
         else:
             inner.wait()
-        tracer.wait(unit, start, now_ns(), blocked=blocked)
+        tracer.wait(unit, start, tracer.now(), blocked=blocked)
         if any_source:
             handle.source = inner._source_rank()
-            settle_any_source(tracer, unit, group, handle.source, call.tag or 0)
+            settle_any_source(tracer, unit, group, handle.source, tag)
 
     return complete
 
@@ -106,19 +128,70 @@ class ObserveSeam(Seam):
 
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
+        self._blocks: dict[str, list[TimedWork]] = {}  # group name -> what is coalesced in it now
 
     def install(self) -> None:
         install_futures()
+        self._follow_blocks()
+
+    def _follow_blocks(self) -> None:
+        """What is coalesced explicitly is waited for by one handle, which the backend makes at the end of the block."""
+        group_class: Any = dist.ProcessGroup
+        start, end = group_class._start_coalescing, group_class._end_coalescing
+
+        def start_coalescing(group: Any, device: torch.device) -> None:
+            start(group, device)
+            self._blocks[group.group_name] = []
+
+        def end_coalescing(group: Any, device: torch.device) -> Any:
+            works = self._blocks.pop(group.group_name, [])
+            inner, ended = end(group, device), self.tracer.now()
+            if inner is not None:
+                return TimedBlock(inner, self.tracer, works)
+            for work in works:  # they ran on the program's own stream
+                work.give_up()
+                self.tracer.wait(work.unit, ended, ended, blocked=True)
+            return None
+
+        group_class._start_coalescing, group_class._end_coalescing = start_coalescing, end_coalescing
 
     def group_created(self, group: GroupState) -> None:
         trace_group(self.tracer, group)
 
     def issue(self, call: Call) -> Any:
-        posted = now_ns()
+        posted = self.tracer.now()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
         work = call.native()
-        if work is None:  # it has waited itself (monitored_barrier; NCCL unless asynchronous)
-            self.tracer.wait(unit, posted, now_ns(), blocked=True)
+        block = self._blocks.get(call.group.name) if self._blocks else None
+        if isinstance(self.tracer, DeviceTracer) and device_of(call) is not None:
+            self.tracer.runs(unit, call, in_block=block is not None)
+        if work is None:  # it has waited itself (monitored_barrier; NCCL unless asynchronous: on the program's stream)
+            self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
             return None
-        return TimedWork(work, self.tracer, unit, call, posted)
+        timed = TimedWork(work, self.tracer, unit, call, posted)
+        if block is not None:
+            block.append(timed)
+        return timed
+
+
+class TimedBlock(PrismWork):
+    """The backend's handle of a coalesced block; waiting for it is waiting for each of its operations."""
+
+    def __init__(self, inner: Work, tracer: Tracer, works: list[TimedWork]) -> None:
+        units = [work.unit for work in works]
+        for work in works:
+            work.give_up()  # nobody waits for it alone
+
+        def complete(timeout: timedelta | None) -> None:
+            start = tracer.now()
+            inner.wait()
+            end = tracer.now()
+            for unit in units:
+                tracer.wait(unit, start, end, blocked=False)
+                start = end
+
+        def again() -> None:
+            inner.wait()
+
+        super().__init__(complete, inner.is_completed, [], again=again)

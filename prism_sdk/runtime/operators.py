@@ -84,7 +84,7 @@ def _all_gather_list(group: GroupState, native: Native, args: tuple[Any, ...]) -
         Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs),
         deliveries=_gathered([[t] for t in outputs]), is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
         equal_counts=len({t.numel() for t in outputs}) <= 1, sizes_differ=_list_misfit(outputs, group),
-        misfit=lambda: refusals.unequal(outputs, inputs[0]),
+        misfit=lambda: refusals.unequal(outputs, inputs[0]), through_one_tensor=list(outputs),
     )  # fmt: skip
 
 
@@ -186,6 +186,7 @@ def _reduce_scatter_list(group: GroupState, native: Native, args: tuple[Any, ...
         deliveries=[Delivery(output, COMBINED, offset)], reduce_op=_REDUCE_OPS[args[3].op()],
         is_async=_argument(args, 4, True), dtype=dtype_of(inputs), sizes_differ=_list_misfit(inputs, group),
         misfit=lambda: refusals.unequal(inputs[group.group_rank : group.group_rank + 1], output),
+        through_one_tensor=inputs,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def _length(tensor: torch.Tensor) -> int:
 
 
 def _barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
-    return Call(Op.BARRIER, group, native, is_async=_argument(args, 3, True))
+    return Call(Op.BARRIER, group, native, is_async=_argument(args, 3, True), device=args[0].device)
 
 
 def _monitored_barrier(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:

@@ -97,12 +97,22 @@ def prepare() -> None:
     gc.collect()
     _fill_holes()
     gc.freeze()
+    _check_no_gpu_is_open()
 
 
 def _has_accelerator() -> bool:
     import torch
 
     return torch.accelerator.current_accelerator() is not None  # of the build: asks no driver
+
+
+def _check_no_gpu_is_open() -> None:
+    """CUDA does not survive a fork: what opens a GPU at import would break every rank."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{name}").startswith("/dev/nvidia"):
+                    raise RuntimeError("an import has opened the GPU, which a forked rank could not use then")
 
 
 @contextlib.contextmanager

@@ -30,6 +30,8 @@ from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
+from prism_sdk.runtime.oncuda.footprint import FootprintReporter
+from prism_sdk.runtime.oncuda.order import order_of
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
@@ -147,6 +149,7 @@ class RecordSeam(Seam):
         self.groups: list[GroupState] = []
         self._serial = 0
         self._told_step = -1
+        self._footprint = FootprintReporter()
         self._clock = 0  # logical time (Lamport), which orders messages that a receive from any source may take
 
     def make_conversation(self, channel: Channel) -> Conversation:
@@ -179,13 +182,15 @@ class RecordSeam(Seam):
             self.conversation.tell(("step", self._told_step))
         key = self._key(call, seq)
         keeps = self.spec.payloads is not PayloadMode.NONE and self.tracer.step in self.spec.steps
+        order = order_of(call)
         if call.op is not Op.RECV:
             self._post(call, key, unit, keeps)
         handle: PrismWork | None = None
 
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
-            self._complete(call, key, unit, keeps, handle)
+            with order:
+                self._complete(call, key, unit, keeps, handle)
             if is_in_background():
                 self.tracer.complete(unit, now_ns())
             else:
@@ -199,7 +204,9 @@ class RecordSeam(Seam):
             self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
 
         line = None if call.is_p2p else (call.group.group_id, seq)
-        handle = PrismWork(complete, poll, call.outputs, is_async=call.is_async, late_wait=late_wait, line=line)
+        handle = PrismWork(
+            complete, poll, order.results, is_async=call.is_async, late_wait=late_wait, line=line, again=order.again
+        )  # fmt: skip
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
@@ -255,6 +262,7 @@ class RecordSeam(Seam):
     def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> None:
         if call.op is Op.SEND:
             return
+        self._footprint.report(self.conversation.tell)
         kind, sources, extra, clock, _ = self._ask(("wait", key, call.needs, call.root))
         self._clock = max(self._clock, clock) + 1
         if isinstance(sources, bytes):

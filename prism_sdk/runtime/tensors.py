@@ -69,7 +69,7 @@ def fill(tensor: torch.Tensor, read: Callable[[memoryview], None]) -> None:
     if target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
         read(memory_of(target))
         return
-    buffer = torch.empty(target.shape, dtype=target.dtype)
+    buffer = torch.empty(target.shape, dtype=target.dtype, device="cpu")  # programs change the default device
     read(memory_of(buffer))
     target.copy_(buffer)
 
@@ -79,7 +79,7 @@ def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Ten
     fold = FOLD[call.reduce_op]
     totals, offset = [], 0
     for like in call.contribution:
-        total = torch.empty(like.numel(), dtype=like.dtype)
+        total = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
         if like.numel():
             part = torch.empty_like(total)
             for member in range(num_members):

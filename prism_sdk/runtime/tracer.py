@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Tracer:
         self.rank = rank
         self.writer = writer
         self._memory = memory or ResidentMemory()
+        self.now: Callable[[], int] = now_ns  # points of the program; see oncuda/tracing.py for others
         self._lock = threading.RLock()  # threads of the program may communicate
         self._rows: list[list[Any]] = []
         self._flushed = 0  # unit_index of _rows[0]
@@ -79,8 +80,7 @@ class Tracer:
         self._losses_at_boundary = 0
         self._num_backwards = 0  # in the open step: a step without any is none (a dummy optimizer step at start-up)
         self._bounds: list[tuple[int, int]] = []  # (unit_index, step): rows from there on belong to the step
-        self._steps: list[tuple[int, int, int, float, int, int, int]] = []
-        self._scalars: list[tuple[int, str, float]] = []
+        self._steps: list[tuple[int, int, int, list[float | Callable[[], float]], int, int]] = []
         self._memory_peak = 0
         self.names: Names | None = None
         self.assumed: Names | None = None  # where no stretch is open
@@ -249,7 +249,7 @@ class Tracer:
 
     def _cut(self) -> None:
         """End the compute row here. Memory is looked at once in a millisecond: looking costs a microsecond."""
-        now = now_ns()
+        now = self.now()
         last = self._last_ns
         if now > last:  # as compute_until, without a call
             row = _COMPUTE_ROW.copy()
@@ -264,7 +264,7 @@ class Tracer:
 
     def _enter(self, phase: int) -> None:
         before = len(self._rows)
-        self.compute_until(now_ns())
+        self.compute_until(self.now())
         resident = self._memory()
         if resident > self._memory_peak:
             self._memory_peak = resident
@@ -277,14 +277,10 @@ class Tracer:
             return
         unit, end_ns, cpu_ns = self._boundary
         self._boundary = None
-        values = [float(v() if callable(v) else v) for v in self._open_losses[: self._losses_at_boundary]]
+        losses = self._fetch(self._open_losses[: self._losses_at_boundary])
         del self._open_losses[: self._losses_at_boundary]
-        self._scalars += [(self.step, "loss", value) for value in values]
-        loss = math.fsum(values) / len(values) if values else math.nan
-        self._steps.append(
-            (self.step, self._step_start, end_ns, loss, len(values), self._memory_peak, cpu_ns - self._step_cpu)
-        )
-        self._step_start, self._step_cpu, self._memory_peak, self._num_backwards = end_ns, cpu_ns, 0, 0
+        self._steps.append((self.step, self._step_start, end_ns, losses, self._take_peak(), cpu_ns - self._step_cpu))
+        self._step_start, self._step_cpu, self._num_backwards = end_ns, cpu_ns, 0
         self.step += 1
         if self.step_cell is not None:
             self.step_cell[0] = self.step
@@ -292,6 +288,15 @@ class Tracer:
         if len(self._rows) >= FLUSH_ROWS or now_ns() - self._last_flush > FLUSH_INTERVAL_NS:
             self._open = {unit: step for unit, step in self._open.items() if step >= self.step - 1}  # else given up
             self.flush(everything=False, open_unit=min(self._open, default=None))
+
+    def _fetch(self, losses: list[float | Callable[[], float]]) -> list[float | Callable[[], float]]:
+        """The values of the step that ends, as far as they are wanted now; the rest when it is written."""
+        return [float(value() if callable(value) else value) for value in losses]
+
+    def _take_peak(self) -> int:
+        """The memory peak of the step that ends."""
+        peak, self._memory_peak = self._memory_peak, 0
+        return peak
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -314,16 +319,30 @@ class Tracer:
             rows, self._rows = self._rows[:num], self._rows[num:]
             self.writer.add_units(self.rank, self._columns(rows))
             self._flushed += num
-        if self._steps:
-            names = ("step", "start_ns", "end_ns", "loss", "num_losses", "memory_peak_bytes", "cpu_time_ns")
-            self.writer.add_steps(self.rank, dict(zip(names, zip(*self._steps, strict=True), strict=True)))
-            self._steps = []
-        if self._scalars:
-            columns = dict(zip(("step", "name", "value"), zip(*self._scalars, strict=True), strict=True))
-            self.writer.add_scalars(self.rank, columns)
-            self._scalars = []
+        self._write_steps(everything=everything)
         self.writer.flush()
         self._last_flush = now_ns()
+
+    def _write_steps(self, *, everything: bool) -> None:
+        steps, scalars = [], []
+        for step, start_ns, end_ns, losses, peak, cpu_ns in self._steps:
+            values = [float(v() if callable(v) else v) for v in losses]
+            loss = math.fsum(values) / len(values) if values else math.nan
+            scalars += [(step, "loss", value) for value in values]
+            steps.append((step, start_ns, end_ns, loss, len(values), peak, cpu_ns))
+        if steps:
+            names = ("step", "start_ns", "end_ns", "loss", "num_losses", "memory_peak_bytes", "cpu_time_ns")
+            columns: dict[str, Any] = dict(zip(names, zip(*steps, strict=True), strict=True))
+            self.writer.add_steps(self.rank, {**columns, **self._more_of_steps(columns["step"])})
+        if scalars:
+            self.writer.add_scalars(
+                self.rank, dict(zip(("step", "name", "value"), zip(*scalars, strict=True), strict=True))
+            )
+        self._steps = []
+
+    def _more_of_steps(self, steps: Sequence[int]) -> dict[str, Any]:
+        """Further columns of these steps."""
+        return {}
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
         columns: dict[str, Any] = {}
@@ -352,7 +371,7 @@ class Tracer:
         if self.finished:
             return
         self.finished = True
-        self.compute_until(now_ns())
+        self.compute_until(self.now())
         self._close_step_if_due()
         self.flush()
         self.writer.set_metadata(f"rank.{self.rank}.status", status)

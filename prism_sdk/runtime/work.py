@@ -55,9 +55,11 @@ class PrismWork(Work):
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
         outputs: Sequence[torch.Tensor], *, is_async: bool = True, late_wait: Callable[[], None] | None = None,
-        line: tuple[int, int] | None = None,
+        line: tuple[int, int] | None = None, again: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         """`late_wait` notes a wait for what polling has completed; without it polling completes nothing (observe).
+
+        `again` is called by each wait after the completion: on a GPU another stream may be the one that waits.
 
         `line`: group and number of a collective whose results are put in place also if nobody waits (`place_results`).
         """
@@ -67,6 +69,7 @@ class PrismWork(Work):
         self._outputs = list(outputs)
         self._is_async = is_async
         self._late_wait = late_wait
+        self._again = again
         self._is_late = False  # completed by a poll, and not waited for since
         self._is_orphan = False  # held by us alone, for the sake of C++
         self._future: DrivenFuture | None = None
@@ -91,9 +94,12 @@ class PrismWork(Work):
             self._release()
         elif self._error is not None:
             raise self._error
-        elif self._is_late and self._late_wait is not None and not is_in_background():
-            self._is_late = False
-            self._late_wait()
+        else:
+            if self._again is not None:
+                self._again()
+            if self._is_late and self._late_wait is not None and not is_in_background():
+                self._is_late = False
+                self._late_wait()
         if self._future is not None and not self._future.is_complete:
             self._future.set_result(self.result())
         return True
@@ -105,6 +111,11 @@ class PrismWork(Work):
         _live.pop(id(self), None)
         if self._line is not None:
             _unwaited[self._line[0]].pop(self._line[1], None)
+
+    def give_up(self) -> None:
+        """Forget the operation: nobody will wait for this handle."""
+        self._again = None
+        self._release()
 
     def place(self, *, wait: bool) -> None:
         """Put the results in place if the operation is complete, or once it is; the program does not learn of it."""
@@ -160,7 +171,7 @@ class PrismWork(Work):
         visible: a callback of the autograd engine, queued before the reducer queues its own, waits for the work first.
         Where that is not possible and C++ asks, the work is waited for now.  A program drives the work by asking.
         """
-        asked_by_program = _is_program(sys._getframe(1))
+        asked_by_program = _is_program(sys._getframe().f_back)
         if self._future is None:
             work = weakref.ref(self)
 
@@ -176,12 +187,13 @@ class PrismWork(Work):
         return self._future
 
 
-def _is_program(caller: FrameType) -> bool:
+def _is_program(caller: FrameType | None) -> bool:
     """Whether Python code asks for a future, and keeps it: a call from C++ appears under whoever called into C++.
 
     What a communication hook returns goes to DDP's C++ as well; with uneven inputs DDP runs hooks outside of backward.
+    A backward thread of a GPU has no Python frames below.
     """
-    if "get_future" not in caller.f_code.co_names:
+    if caller is None or "get_future" not in caller.f_code.co_names:
         return False
     frame: FrameType | None = caller
     for _ in range(8):

@@ -1,0 +1,189 @@
+"""The tracer of an observed rank on a GPU: rows get the device's times in place of the host's.
+
+Responsible for turning marks into times, for the ends of what NCCL runs beside the program's streams, and for the peaks
+of device memory.  It adds no wait for the GPU before the program has ended.
+
+COMPUTE and WAIT rows are those of the stream that is current where the program comes by; a communication starts where
+the program's stream had got to when it asked for it, and ends when it was done on NCCL's stream.  A rank that has not
+opened a GPU yet, or never does, is traced as on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
+from prism_sdk.runtime.oncuda.durations import Durations
+from prism_sdk.runtime.oncuda.peaks import PeakMeter
+from prism_sdk.runtime.oncuda.scratch import uses_nccl
+from prism_sdk.runtime.tracer import (
+    AWAITS,
+    END,
+    GROUP,
+    KIND,
+    PEER,
+    START,
+    ResidentMemory,
+    Tracer,
+)
+from prismtrace import ABSENT, Op, TraceWriter, UnitKind
+
+RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
+"""Named column of steps: the peak of what the allocator has reserved; `memory_peak_bytes` is of what it gave out."""
+
+_BLOCKED_NS = 20_000  # a stream that waited for longer was held up, so what it waited for ended then
+_WATCHDOG_S = 1.0  # torch's looks ten times a second
+_COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
+
+
+class DeviceTracer(Tracer):
+    """Keeps rows until the GPU has passed them, one whole step behind the program."""
+
+    def __init__(self, rank: int, writer: TraceWriter) -> None:
+        resident = ResidentMemory()
+        super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
+        self._clock = DeviceClock()
+        self.now = self._clock.mark
+        self._durations = Durations()
+        self._beside: set[int] = set()  # units that run on a stream of NCCL's
+        self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
+        self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
+        self._meter: PeakMeter | None = None
+        self._peaks = (0, 0)
+        self._reserved: dict[int, int] = {}  # step -> peak of reserved bytes
+
+    def runs(self, unit: int, call: Call, *, in_block: bool) -> None:
+        """A backend was asked for `unit`; `in_block`: between the begin and the end of explicit coalescing."""
+        if not uses_nccl(call.group.backend):
+            return
+        if call.is_async:  # else it runs on the program's stream
+            self._beside.add(unit)
+        num_entries = 1
+        if listed := call.through_one_tensor:
+            num_entries = 1 if len({tensor.shape for tensor in listed}) == 1 else len(listed)
+        elif call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
+            num_entries = len(call.contribution)
+        self._durations.expect(unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def optimizer_ends(self) -> None:
+        super().optimizer_ends()
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._meter = self._meter or PeakMeter()
+            allocated, reserved = self._meter.take()
+            self._peaks = max(allocated, self._peaks[0]), max(reserved, self._peaks[1])
+
+    def _take_peak(self) -> int:
+        resident = super()._take_peak()
+        if self._meter is None:
+            return resident
+        (allocated, self._reserved[self.step]), self._peaks = self._peaks, (0, 0)
+        return allocated
+
+    def _fetch(self, losses: list[float | Callable[[], float]]) -> list[float | Callable[[], float]]:
+        return losses  # asking now could hold up the program
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _flush(self, *, everything: bool, open_unit: int | None) -> None:
+        self._clock.settle(wait=False)
+        if not everything:  # what the last step did may be under way
+            settled = self._bounds[-2][0] if len(self._bounds) > 1 else self._flushed
+            settled = min(settled, self._first_open(settled))
+            open_unit = settled if open_unit is None else min(settled, open_unit)
+        self._durations.collect()
+        super()._flush(everything=everything, open_unit=open_unit)
+
+    def _first_open(self, stop: int) -> int:
+        """The first row up to `stop` with a mark that has no time yet."""
+        for index, row in enumerate(self._rows[: max(stop - self._flushed, 0)]):
+            if _is_open(row[START]) or _is_open(row[END]):
+                return self._flushed + index
+        return stop
+
+    def _write_steps(self, *, everything: bool) -> None:
+        kept = []
+        if not everything:
+            done = [not _is_open(step[2]) and all(map(_is_there, step[3])) for step in self._steps]
+            first = done.index(False) if False in done else len(done)
+            self._steps, kept = self._steps[:first], self._steps[first:]
+        self._steps = [
+            (step, ABSENT if start == ABSENT else self._when(start), self._when(end), losses, peak, cpu_ns)
+            for step, start, end, losses, peak, cpu_ns in self._steps
+        ]
+        super()._write_steps(everything=everything)
+        self._steps = kept
+
+    def _more_of_steps(self, steps: Sequence[int]) -> dict[str, Any]:
+        if not self._reserved:
+            return {}
+        reserved = [self._reserved.pop(step, ABSENT) for step in steps]
+        return {RESERVED_COLUMN: np.array(reserved, dtype=np.int64)}
+
+    def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
+        waited = {row[AWAITS]: row for row in rows if row[KIND] == _WAIT}
+        for row in rows:
+            if row[KIND] in (_COMPUTE, _WAIT):
+                start = max(self._chain_ns, self._when(row[START]))
+                self._chain_ns = max(start, self._when(row[END]))
+                row[START], row[END] = start, self._chain_ns
+        for index, row in enumerate(rows):
+            if row[KIND] not in (_COMPUTE, _WAIT):
+                self._date(self._flushed + index, row, waited.get(self._flushed + index))
+        return super()._columns(rows)
+
+    def _date(self, unit: int, row: list[Any], wait: list[Any] | None) -> None:
+        """Start and end of a communication, from NCCL's duration or from who was held up by it."""
+        start = row[START] = self._when(row[START])
+        duration = self._durations.known.pop(unit, None)
+        end = ABSENT if row[END] == ABSENT else self._when(row[END])
+        if unit in self._beside:
+            self._beside.discard(unit)
+            lane = (row[GROUP], 0 if row[KIND] == _COLLECTIVE else int(row[PEER]) + 1)
+            if duration is not None:
+                end = self._lane_ends[lane] = max(start, self._lane_ends.get(lane, 0)) + duration
+            elif wait is not None and wait[END] - wait[START] > _BLOCKED_NS:
+                end = wait[END]
+        if end != ABSENT:
+            end = max(end if wait is None else min(end, wait[END]), start)
+        row[END] = end
+
+    def _when(self, value: int) -> int:
+        """The time of a point of the program. Points that the GPU did not see, once it is in use, have that before."""
+        if isinstance(value, Mark):
+            return self._chain_ns if value.time_ns is None else value.time_ns
+        is_host = not self._clock.first_host_ns or value <= self._clock.first_host_ns
+        return int(value) if is_host else self._chain_ns
+
+    def finish(self, status: str) -> None:
+        if not self.finished and torch.cuda.is_initialized():
+            with contextlib.suppress(RuntimeError):  # of a GPU that has failed: what is known is written
+                self._settle()
+            self.writer.set_metadata(f"rank.{self.rank}.times", "device")
+        super().finish(status)
+
+    def _settle(self) -> None:
+        self.compute_until(self.now())
+        self._clock.settle(wait=True)
+        until = time.monotonic() + _WATCHDOG_S
+        while time.monotonic() < until:
+            self._durations.collect()
+            if self._beside <= self._durations.known.keys():
+                return
+            time.sleep(0.05)
+
+
+def _is_open(value: int) -> bool:
+    return isinstance(value, Mark) and value.time_ns is None
+
+
+def _is_there(loss: float | Callable[[], float]) -> bool:
+    return not callable(loss) or bool(getattr(loss, "is_there", lambda: True)())

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from prism_sdk.errors import AsymmetryError, CollectiveMismatchError
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.observe import trace_group
 from prism_sdk.runtime.ranks import RankSpec
@@ -85,6 +86,18 @@ class RoleSeam(RecordSeam):
         """Whether this rank may have to give what an absent member would; before the roles are known it may."""
         plan, rank = self._plan, call.group.ranks[member]
         return plan is None or (rank not in plan.is_running and plan.representative(rank) == self.spec.rank)
+
+    def _complete(self, call: Call, *details: Any) -> None:
+        """Sizes that do not fit are no fault of the program where a sampled rank meets another's data (routing)."""
+        try:
+            super()._complete(call, *details)
+        except CollectiveMismatchError as error:
+            plan = self._plan
+            if plan is None or self.spec.rank not in plan.samples:
+                raise
+            standing = plan.representatives[int(plan.role_of[self.spec.rank])]
+            what = f"{call.op.name.lower()} with members that do not run, whose sizes follow from other data: {error}"
+            raise AsymmetryError(self.spec.rank, representative=standing, what=what.partition("\n")[0]) from error
 
     def _place(self, data: Bytes, *, size: int = 1) -> Any:
         return super()._place(data)  # few ranks read it, however large the group is

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import pickle
 import subprocess
 import sys
@@ -18,15 +17,11 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from prism_sdk.runtime import observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
 from prism_sdk.runtime.oncuda import clock, durations, footprint, peaks, tracing  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.ledger import Footprint, Ledger  # noqa: E402
-from prism_sdk.runtime.oncuda.order import HostOrder, order_of  # noqa: E402
-from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch, results_of  # noqa: E402
 from prism_sdk.runtime.tracer import open_shard  # noqa: E402
-from prism_sdk.runtime.work import outstanding_works  # noqa: E402
 from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, ReduceOp, TraceReader, UnitKind, validate  # noqa: E402
 
 GIB = 1 << 30
@@ -327,88 +322,6 @@ def test_the_program_reads_its_own_peaks(monkeypatch: pytest.MonkeyPatch) -> Non
     program._cuda_resetPeakMemoryStats(0)  # the program's business: the step keeps its peak
     assert program._cuda_memoryStats(0)["allocated_bytes"]["all"]["peak"] == 5
     assert meter.take() == (8, 8)
-
-
-# -- handles, and what they hold --------------------------------------------------------------------------------------
-
-
-class Backend(torch._C._distributed_c10d.Work):
-    """A handle as NCCL's backend makes it: holds its outputs, and each wait is for the stream that is current."""
-
-    def __init__(self, outputs: list[Any]) -> None:
-        super().__init__()
-        self.outputs = outputs
-        self.num_waits = 0
-
-    def is_completed(self) -> bool:
-        return True
-
-    def wait(self, timeout: Any = None) -> bool:
-        self.num_waits += 1
-        return True
-
-
-class Quiet:
-    """A tracer that nobody reads."""
-
-    now = staticmethod(time.monotonic_ns)
-
-    def wait(self, *_: Any, **__: Any) -> None:
-        pass
-
-
-def test_a_handle_on_a_gpu_waits_each_time_and_holds_nothing_longer_than_the_program_holds_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(observe, "device_of", lambda call: torch.device("cuda", 0))
-    gc.disable()  # nothing may depend on the cycle collector
-    try:
-        tensor = torch.zeros(4)
-        gone = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()).expired
-        inner = Backend([tensor])
-        call = Call(Op.ALL_REDUCE, GROUP, lambda: None, contribution=[tensor], outputs=[tensor])
-        work = observe.TimedWork(inner, Quiet(), 0, call, 0)  # type: ignore[arg-type]
-        del tensor, call
-        work.wait()
-        work.wait()
-        assert inner.num_waits == 2
-        del inner
-        assert not gone()
-        del work
-        assert gone()
-    finally:
-        gc.enable()
-
-
-def test_a_coalesced_block_is_waited_for_as_one_and_its_parts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "device_of", lambda call: torch.device("cuda", 0))
-    waits: list[int] = []
-    tracer: Any = SimpleNamespace(now=time.monotonic_ns, wait=lambda unit, *_, **__: waits.append(unit))
-    before = outstanding_works()
-    call = Call(Op.SEND, GROUP, lambda: None)
-    parts = [observe.TimedWork(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
-    inner = Backend([])
-    block = observe.TimedBlock(inner, tracer, parts)
-    block.wait()
-    block.wait()
-    assert waits == [3, 4]
-    assert inner.num_waits == 2
-    assert outstanding_works() == before
-
-
-def test_what_nccl_gathers_through_is_what_its_handle_gives() -> None:
-    outputs = [torch.full((2, 3), float(i)) for i in range(4)]
-    gathered = Call(Op.ALL_GATHER, GROUP, lambda: None, outputs=outputs, through_one_tensor=outputs)
-    flat = torch.empty(4, 2, 3)
-    place_scratch(gathered, [flat])
-    assert torch.equal(flat, torch.stack(outputs))
-    assert results_of(gathered, [flat])[0] is flat
-    assert results_of(gathered, []) is outputs
-    scattered = Call(Op.REDUCE_SCATTER, GROUP, lambda: None, outputs=outputs[:1])
-    assert results_of(scattered, [flat]) == outputs[:1]
-    assert nccl_scratch(gathered, torch.device("meta"))[0].shape == (4, 2, 3)
-    assert type(order_of(gathered)) is HostOrder
-    assert order_of(gathered).results is outputs
 
 
 def test_running_out_of_memory_is_prisms_business_only_where_others_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:

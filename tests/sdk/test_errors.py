@@ -28,6 +28,7 @@ SAMPLES = [
     errors.RankKilledError(2, signal_number=signal.SIGKILL),
     errors.DeadlockError([errors.RankPlace(0, "all_reduce", "dp", seq=7, missing=(1,), stack=("train.py:3",))]),
     errors.CollectiveMismatchError("dp", seq=7, field="dtype", values={1: "float16", 0: "float32"}),
+    errors.AsymmetryError(5, representative=1, what="all_reduce of step 0: num_elements_in is 5, not 1"),
     errors.TraceMismatchError(0, unit_index=5, expected="all_reduce", found="barrier", file="x.prism"),
     errors.OutputError("x.prism", reason="no space left on device"),
     errors.CalibrationError("no step", strategy="slices"),

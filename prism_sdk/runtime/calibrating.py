@@ -109,8 +109,8 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
 
 def _sentence(result: CalibrationResult) -> str:
     low, high = result.step_low_ns / 1e6, result.step_high_ns / 1e6
-    state = "converged" if result.converged else "not converged: raise -O passes=N"
+    state = "converged" if result.converged else "not converged: more passes (-O passes=N) or a quieter machine"
     return (
         f"predicted step {result.predicted_step_ns / 1e6:.3f} ms, 95 % interval {low:.3f} to {high:.3f} ms "
-        f"({len(result.passes)} passes, {state})"
+        f"({len(result.passes)} pass{'es' if len(result.passes) != 1 else ''}, {state})"
     )

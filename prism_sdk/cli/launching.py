@@ -208,7 +208,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         steps=values["steps"],
         num_slots=values.get("slots"),
         roles=values.get("roles"),
-        num_samples=values.get("num_samples", 3),
+        num_samples=3 if values.get("num_samples") is None else values["num_samples"],
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),
@@ -240,6 +240,12 @@ def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -
             )  # fmt: skip
         return world_size, 1
     alias: int | None = values.get("world_size")
+    if values.get("roles") is not None and alias is None and nproc is None:
+        raise click.UsageError("--roles needs the size of the job: give --world-size.")
+    if values.get("roles") is not None and nodes > 1:
+        raise click.UsageError("--roles records the whole job on this machine: leave --nnodes out.")
+    if values.get("roles") is None and values.get("num_samples") is not None:
+        raise click.UsageError("--samples says how many ranks --roles verifies: give --roles too.")
     if alias is not None and nproc is not None and alias != nproc * nodes:
         raise click.UsageError(f"--world-size {alias} and --nproc-per-node {nproc} contradict each other; give one.")
     if alias is not None:

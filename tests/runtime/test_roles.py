@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -137,6 +138,12 @@ def test_pipeline_and_expert_parallelism_are_those_of_all_ranks(jobs: Launches, 
     assert "7 of 8 ranks run" in by_roles.err
 
 
+def test_a_job_does_not_grow_without_bound(all_of_moe: Launched, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at most 1048576 are supported"):
+        grow(all_of_moe.trace, tmp_path / "large.prism", num_replicas=1 << 40)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_small_recording_grows_into_the_one_of_more_replicas(jobs: Launches, all_of_moe: Launched) -> None:
     """Of one block of replicas, which expert parallelism joins, two are made."""
     grown = jobs.folder / "grown.prism"
@@ -234,6 +241,7 @@ def test_an_absent_neighbour_is_the_one_of_the_rank_that_stands_for_it() -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [("tp=2,dp=3", "makes 6 ranks, and the job has 8"), ("tp", "'tp' in 'tp' is not NAME=SIZE"),
+     ("tp=0,dp=8", "with a size of 1 or more"), ("dp=" + "9" * 5000, "with a size of 1 or more"),
      ("tp=2,tp=4", "'tp' is named twice")],
 )  # fmt: skip
 def test_a_layout_that_does_not_fit_is_refused(text: str, message: str) -> None:
@@ -244,11 +252,25 @@ def test_a_layout_that_does_not_fit_is_refused(text: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [("0-6", "gives no role to 1 ranks, the first of them 7"), ("0-7\n3", "rank 3 has a role already"),
-     ("0-8", "rank 8 does not exist"), ("0-x", "neither a rank nor a range"), ("1,0\n2-7", "rank 0 must be the first")],
+     ("0-8", "rank 8 does not exist"), ("0-x", "neither a rank nor a range"), ("1,0\n2-7", "rank 0 must be the first"),
+     ("0-99999999999", "rank 99999999999 does not exist in a job of 8"),
+     ("7-0", "the range '7-0' ends before it begins"), ("9" * 5000, "neither a rank nor a range")],
 )  # fmt: skip
 def test_a_file_that_does_not_fit_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         stated_plan(_config(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("roles", "message"), [("", "is empty"), ("no.such", "is no file, and not a layout"), ("bytes", "not a text file")]
+)
+def test_what_is_neither_a_layout_nor_a_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roles: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bytes").write_bytes(b"\xff\xfe0-7")
+    with pytest.raises(UsageError, match=message):
+        stated_plan(replace(_config(tmp_path, ""), roles=roles))
 
 
 def test_a_file_states_who_stands_for_whom(tmp_path: Path) -> None:

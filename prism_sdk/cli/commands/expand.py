@@ -12,7 +12,7 @@ from prism_sdk.errors import ExitCode, UsageError
 
 @click.command("expand")
 @click.argument("source", type=click.Path(path_type=Path))
-@click.option("--dp", "num_replicas", type=click.IntRange(min=1), metavar="N", required=True,
+@click.option("--dp", "num_replicas", type=click.IntRange(1, 1 << 20), metavar="N", required=True,
               help="How many data-parallel replicas the new job has.")  # fmt: skip
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."

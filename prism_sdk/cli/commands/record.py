@@ -28,7 +28,6 @@ SAMPLES = option(
     "num_samples",
     type=click.IntRange(min=0),
     metavar="N",
-    default=3,
     help="With --roles: run so many ranks more, to verify that ranks of one role do the same.  [default: 3]",
 )
 

@@ -26,6 +26,8 @@ from prismtrace.model import ABSENT32, DType
 
 Int64Array = NDArray[np.int64]
 
+MAX_RANKS = 1 << 20
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -68,6 +70,9 @@ def grow(source: Path, output: Path, *, num_replicas: int, overwrite: bool = Fal
         if num_replicas % axis.block or num_replicas < axis.block:
             raise UsageError(f"{num_replicas} replicas cannot be made: {source} has blocks of {axis.block} that belong "
                              "together", hint=f"give a multiple of {axis.block}")  # fmt: skip
+        num_ranks = reader.world_size // axis.size * num_replicas
+        if num_ranks > MAX_RANKS:
+            raise UsageError(f"{num_replicas} replicas would make {num_ranks} ranks; at most {MAX_RANKS} are supported")
         grower = _Grower(reader, old, axis, num_replicas)
         facts = {**reader.metadata, "expand.source": source.name, "expand.replicas": f"{axis.size}:{num_replicas}"}
         with TraceWriter(

@@ -242,8 +242,8 @@ def parse_layout(text: str, world_size: int) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for part in text.split(","):
         name, equals, size = part.strip().partition("=")
-        if not equals or not name or not size.isdigit() or int(size) < 1:
-            raise ValueError(f"{part.strip()!r} in {text!r} is not NAME=SIZE")
+        if not equals or not name or not re.fullmatch("[0-9]{1,18}", size) or int(size) < 1:
+            raise ValueError(f"{part.strip()!r} in {text!r} is not NAME=SIZE with a size of 1 or more")
         if name in dict(found):
             raise ValueError(f"{name!r} is named twice in {text!r}")
         found.append((name, int(size)))

@@ -189,8 +189,8 @@ def test_every_invalid_vector_is_refused_or_handled(
         ["cat", path, "--json"],
         ["info", path, "--sizes"],
     ):
-        if words[0] == "diff" and path.stem == "stacked_bomb_of_ranks":
-            continue  # compares a million ranks one by one, which takes half a minute
+        if words[0] == "slice" and path.stem == "stacked_bomb_of_ranks":
+            continue  # copies a million ranks one by one, which takes minutes
         assert run([*map(str, words)]) in (0, 1, 2, 3)
         error = capsys.readouterr().err
         assert "Traceback" not in error and "unexpected" not in error, words

@@ -65,7 +65,6 @@ class Slices(CalibrationStrategy):
         base = JobGraph.load(graph_path)
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
-        calibration: Calibration | None = None
         prediction: Prediction | None = None
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
@@ -78,15 +77,14 @@ class Slices(CalibrationStrategy):
                 measured.append(JobGraph.load(trace))
             context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
-            before, calibration = (
-                calibration,
-                merge_slices(base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default),
-            )
+            before = prediction
             prediction = predict_step_time(
                 base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
                 num_draws=num_timelines, num_resamples=num_timelines,
             )  # fmt: skip
-            change = None if before is None else relative_change(before.timeline, calibration.timeline)
+            change = None
+            if before is not None:
+                change = relative_change(before.means.timeline, prediction.means.timeline)
             interval = prediction.interval
             predicted, low, high = round(interval.estimate), round(interval.low), round(interval.high)
             passes.append(CalibrationPass(index, None if change is None else 100 * change, predicted, low, high))
@@ -97,7 +95,7 @@ class Slices(CalibrationStrategy):
             write_calibrated(context.graph_path, prediction.calibration, graph_path, {}, with_payloads=False)
             if converged or (len(slices) == 1 and index >= 1):
                 break
-        assert calibration is not None and prediction is not None
+        assert prediction is not None
         last = passes[-1]
         facts = {
             "calibration.strategy": self.name, "calibration.passes": str(len(passes)),
@@ -107,7 +105,7 @@ class Slices(CalibrationStrategy):
             "calibration.change_percent": ",".join(
                 "" if p.change_percent is None else f"{p.change_percent:.3f}" for p in passes
             ),
-            "calibration.unmeasured_units": str(len(calibration.unmeasured_compute)),
+            "calibration.unmeasured_units": str(len(prediction.means.unmeasured_compute)),
             "calibration.transfers": options.transfers if bare is not None else "slices",
         }  # fmt: skip
         write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True)

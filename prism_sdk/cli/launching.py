@@ -18,6 +18,7 @@ from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, parse_
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
 from prism_sdk.runtime.config import (
     DEFAULT_BACKEND,
+    DEFAULT_SAMPLES,
     DEFAULT_STRATEGY,
     RUNTIME_OPTIONS,
     LaunchConfig,
@@ -208,7 +209,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         steps=values["steps"],
         num_slots=values.get("slots"),
         roles=values.get("roles"),
-        num_samples=3 if values.get("num_samples") is None else values["num_samples"],
+        num_samples=DEFAULT_SAMPLES if values.get("num_samples") is None else values["num_samples"],
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),

@@ -42,6 +42,8 @@ class Prediction:
     interval: Interval
     calibration: Calibration
     """Of all draws the one whose mean step and last step are nearest to their means over all draws."""
+    means: Calibration
+    """The timeline of means, which depends on no draw: what passes are compared by."""
 
 
 def predict_step_time(
@@ -87,7 +89,7 @@ def predict_step_time(
         resampled * (estimate / max(resampled.mean(), 1.0)), estimate=estimate, confidence=confidence,
         num_samples=min((len(measured) for measured in steps.values()), default=0),
     )  # fmt: skip
-    return Prediction(interval=interval, calibration=merged(_Places(seeds[typical])))
+    return Prediction(interval=interval, calibration=merged(_Places(seeds[typical])), means=merged())
 
 
 class _Places:

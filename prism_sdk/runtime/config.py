@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 __all__ = [
     "DEFAULT_BACKEND",
+    "DEFAULT_SAMPLES",
     "DEFAULT_STRATEGY",
     "LaunchConfig",
     "LaunchMode",
@@ -23,6 +24,7 @@ __all__ = [
 ]
 
 DEFAULT_STRATEGY, DEFAULT_BACKEND = "slices", "local"
+DEFAULT_SAMPLES = 3
 RUNTIME_OPTIONS = ("prefetch_bytes",)
 """Keys of ``-O`` that the runtime reads where ranks are replayed; others are the strategy's and the backend's."""
 
@@ -115,7 +117,7 @@ class LaunchConfig:
     num_slots: int | None = None
     roles: str | None = None
     """Record: one real rank a role; ``auto``, a layout, or a file. Absent: all ranks run."""
-    num_samples: int = 3
+    num_samples: int = DEFAULT_SAMPLES
     """With ``roles``: how many ranks more run, to verify that ranks of one role do the same."""
     sandbox: tuple[int, ...] = ()
     """Emulate: the ranks that run for real, ascending; empty: the runtime chooses."""

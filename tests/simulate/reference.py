@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from prism_sdk.simulate import Timeline
 from prismtrace import ABSENT, GraphKind, ProcessGroup, TraceWriter, UnitKind
 
 Rows = Mapping[int, list[dict[str, Any]]]
@@ -30,6 +31,16 @@ def write(path: Path, rows: Rows, groups: Mapping[int, ProcessGroup], *, kind: G
             if mine:
                 writer.add_units(rank, columns)
     return path
+
+
+def rows_of(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
+    """Start and end of every unit of a timeline, by rank and index: what `reference` gives."""
+    found = {}
+    for position, rank in enumerate(timeline.job.ranks.tolist()):
+        times = timeline.times(position)
+        for index, pair in enumerate(zip(times.start_ns.tolist(), times.end_ns.tolist(), strict=True)):
+            found[rank, index] = pair
+    return found
 
 
 def reference(

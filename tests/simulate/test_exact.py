@@ -16,7 +16,7 @@ from prism_sdk.simulate.loading import load
 from prism_sdk.simulate.simulation import Timeline, simulate
 from prismtrace import GraphKind, Op
 from tests.graph.jobs import Program, random_program
-from tests.simulate.reference import reference, write
+from tests.simulate.reference import reference, rows_of, write
 
 
 def _timeline(program: Program, *, kind: GraphKind = GraphKind.CALIBRATED) -> Timeline:
@@ -24,27 +24,18 @@ def _timeline(program: Program, *, kind: GraphKind = GraphKind.CALIBRATED) -> Ti
         return simulate(load(write(Path(folder) / "job.prism", program.rows, program.groups, kind=kind)))
 
 
-def _rows(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
-    found = {}
-    for position, rank in enumerate(timeline.job.ranks.tolist()):
-        times = timeline.times(position)
-        for index, pair in enumerate(zip(times.start_ns.tolist(), times.end_ns.tolist(), strict=True)):
-            found[rank, index] = pair
-    return found
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_unit_is_where_the_slow_scheduler_has_it(seed: int) -> None:
     program = random_program(seed)
-    assert _rows(_timeline(program)) == reference(program.rows, program.groups)
+    assert rows_of(_timeline(program)) == reference(program.rows, program.groups)
 
 
 @pytest.mark.skipif(not compiling.has_compiler(), reason="numba is not installed")
 def test_compiled_and_plain_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [_rows(_timeline(random_program(seed))) for seed in range(25)]
+    plain = [rows_of(_timeline(random_program(seed))) for seed in range(25)]
     monkeypatch.setattr(compiling, "PLAIN_UNITS", 0)
-    assert [_rows(_timeline(random_program(seed))) for seed in range(25)] == plain
+    assert [rows_of(_timeline(random_program(seed))) for seed in range(25)] == plain
 
 
 @settings(max_examples=60, deadline=None)
@@ -77,7 +68,7 @@ def test_what_was_observed_comes_out_again(seed: int) -> None:
             seen.rows[rank].append({**kept, "start_ns": start + 7, "end_ns": end + 7})
     timeline = _timeline(seen, kind=GraphKind.OBSERVED)
     first = min(start for start, _ in expected.values())
-    assert _rows(timeline) == {place: (s - first, e - first) for place, (s, e) in expected.items()}
+    assert rows_of(timeline) == {place: (s - first, e - first) for place, (s, e) in expected.items()}
     if timeline.job.recorded_step_ns is not None:
         assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns)
 

@@ -24,7 +24,7 @@ from prism_sdk.simulate import Scenario, Timeline, compiling, load, simulate, wr
 from prism_sdk.simulate.links import shared_links
 from prismtrace import GraphKind, Op
 from tests.graph.jobs import Program, random_program
-from tests.simulate.reference import reference, write
+from tests.simulate.reference import reference, rows_of, write
 
 
 def _cluster(nodes: int, gpus: int, nics: int = 1, **network: Any) -> Cluster:
@@ -40,15 +40,6 @@ def _run(program: Program, cluster: Cluster, *, kind: GraphKind = GraphKind.CALI
     with tempfile.TemporaryDirectory() as folder:
         job = load(write(Path(folder) / "job.prism", program.rows, program.groups, kind=kind))
     return simulate(replace(job, links=shared_links(job, cluster)))
-
-
-def _rows(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
-    found = {}
-    for position, rank in enumerate(timeline.job.ranks.tolist()):
-        times = timeline.times(position)
-        for index, pair in enumerate(zip(times.start_ns.tolist(), times.end_ns.tolist(), strict=True)):
-            found[rank, index] = pair
-    return found
 
 
 def _messages(world: int, sent: list[tuple[int, int, int, int, int]]) -> tuple[Program, list[tuple[int, int]]]:
@@ -73,7 +64,7 @@ def _messages(world: int, sent: list[tuple[int, int, int, int, int]]) -> tuple[P
 
 def _ends(world: int, sent: list[tuple[int, int, int, int, int]], cluster: Cluster) -> list[int]:
     program, received = _messages(world, sent)
-    rows = _rows(_run(program, cluster))
+    rows = rows_of(_run(program, cluster))
     return [rows[place][1] for place in received]
 
 
@@ -198,7 +189,7 @@ def test_units_without_bytes_share_nothing(seed: int) -> None:
     for rows in program.rows.values():
         for row in rows:
             row.update({name: 0 for name in ("num_elements_in", "num_elements_out") if name in row})
-    assert _rows(_run(program, _cluster(5, 1))) == reference(program.rows, program.groups)
+    assert rows_of(_run(program, _cluster(5, 1))) == reference(program.rows, program.groups)
 
 
 @settings(max_examples=60, deadline=None)
@@ -213,13 +204,13 @@ def test_what_never_overlaps_is_as_it_was(seed: int) -> None:
         for rank, unit in program.collective(1, lambda r: transfers[r]).items():  # noqa: B023 (used at once)
             program.rows[rank][unit] |= {"num_elements_in": 10**6, "dtype": 11}
             program.wait(rank, unit)
-    assert _rows(_run(program, _cluster(2, 2))) == reference(program.rows, program.groups)
+    assert rows_of(_run(program, _cluster(2, 2))) == reference(program.rows, program.groups)
 
 
 @pytest.mark.skipif(not compiling.has_compiler(), reason="numba is not installed")
 def test_compiled_and_plain_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_ends() -> list[object]:
-        found: list[object] = [_rows(_run(random_program(seed), _cluster(2, 4))) for seed in range(15)]
+        found: list[object] = [rows_of(_run(random_program(seed), _cluster(2, 4))) for seed in range(15)]
         jobs = [_random_messages(seed) for seed in range(15)]
         return found + [_ends(world, sent, _cluster(world, 1)) for world, sent in jobs]
 
@@ -235,7 +226,7 @@ def test_a_written_timeline_gives_itself_again(tmp_path: Path) -> None:
     shared = simulate(replace(job, links=shared_links(job, _cluster(1, 4))))
     write_timeline(shared, tmp_path / "out.prism")
     assert shared.length_ns > simulate(job).length_ns
-    assert _rows(simulate(load(tmp_path / "out.prism"))) == _rows(shared)
+    assert rows_of(simulate(load(tmp_path / "out.prism"))) == rows_of(shared)
 
 
 def test_the_command_shares_links_of_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

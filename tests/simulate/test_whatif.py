@@ -13,26 +13,17 @@ from hypothesis import strategies as st
 from prism_sdk.cli.main import run
 from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import UsageError
-from prism_sdk.simulate import Scenario, Timeline, load, simulate, summarise
+from prism_sdk.simulate import Scenario, load, simulate, summarise
 from prism_sdk.simulate.changes import ExpertSkew
 from prismtrace import GraphKind, Op, UnitKind
 from tests.graph.jobs import Program, random_program
 from tests.simulate.pipelines import BACKWARD_NS, FORWARD_NS, pipeline
-from tests.simulate.reference import reference, write
+from tests.simulate.reference import reference, rows_of, write
 
 
 def _job(folder: Path, seed: int) -> tuple[Program, Path]:
     program = random_program(seed)
     return program, write(folder / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
-
-
-def _rows(timeline: Timeline) -> dict[tuple[int, int], tuple[int, int]]:
-    return {
-        (rank, index): pair
-        for position, rank in enumerate(timeline.job.ranks.tolist())
-        for index, pair in enumerate(zip(timeline.times(position).start_ns.tolist(),
-                                         timeline.times(position).end_ns.tolist(), strict=True))
-    }  # fmt: skip
 
 
 @settings(max_examples=40, deadline=None)
@@ -45,7 +36,7 @@ def test_a_slow_rank_is_as_the_slow_scheduler_has_it(
     def compute(rank: int, _index: int, _start: int, work: int) -> int:
         return int(work * factor + 0.5) if rank == 0 else work
 
-    assert _rows(Scenario(slow=(f"rank=0:{factor}",)).run(path)) == reference(
+    assert rows_of(Scenario(slow=(f"rank=0:{factor}",)).run(path)) == reference(
         program.rows, program.groups, compute=compute
     )
 
@@ -64,7 +55,7 @@ def test_throttling_over_time(tmp_path_factory: pytest.TempPathFactory, seed: in
             at += 2
         return work if rank else (at + (left < 0)) // 2 - start
 
-    got = _rows(Scenario(slow=(f"rank=0:2@{begin}ns-{begin + length}ns",)).run(path))
+    got = rows_of(Scenario(slow=(f"rank=0:2@{begin}ns-{begin + length}ns",)).run(path))
     want = reference(program.rows, program.groups, compute=compute)
     # odd ends inside the window round, at most 1 ns a unit
     num = sum(row["kind"] == 1 for row in program.rows[0])
@@ -86,7 +77,7 @@ def test_removed_collectives_are_as_if_never_called(tmp_path_factory: pytest.Tem
             place[index] = len(kept)
             kept.append({**row, "awaits": place[target]} if target >= 0 else row)
         rows[rank] = kept
-    assert _rows(Scenario(remove=("kind=collective",)).run(path)) == reference(rows, program.groups)
+    assert rows_of(Scenario(remove=("kind=collective",)).run(path)) == reference(rows, program.groups)
 
 
 def test_scaling_a_kind_scales_it_and_nothing_else(tmp_path: Path) -> None:
@@ -115,14 +106,14 @@ def test_another_schedule_or_number_of_microbatches_is_as_if_recorded(
     assert len(changed.job) == len(expected.job)
     assert changed.step_time_ns == pytest.approx(expected.step_time_ns, abs=3 * extra)
     if microbatches <= 4:
-        assert _rows(changed) == _rows(expected)
+        assert rows_of(changed) == rows_of(expected)
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
 def test_another_data_parallel_size_is_as_if_recorded(tmp_path: Path, replicas: int) -> None:
     changed = Scenario(dp=replicas).run(pipeline(tmp_path / "a.prism", replicas=2))
     expected = simulate(load(pipeline(tmp_path / "b.prism", replicas=replicas)))
-    assert _rows(changed) == _rows(expected)
+    assert rows_of(changed) == rows_of(expected)
     sizes = {name: len(group.ranks) for group in changed.job.groups.values() for name in [group.name.split("@")[0]]}
     assert sizes["dp0"] == replicas
 

@@ -6,7 +6,7 @@ import click
 
 from prism_sdk.cli.commands.observe import PAYLOADS
 from prism_sdk.cli.launching import launch_command, option
-from prism_sdk.runtime.config import LaunchMode
+from prism_sdk.runtime.config import DEFAULT_SAMPLES, LaunchMode
 
 SLOTS = option(
     "--slots",
@@ -28,7 +28,8 @@ SAMPLES = option(
     "num_samples",
     type=click.IntRange(min=0),
     metavar="N",
-    help="With --roles: run so many ranks more, to verify that ranks of one role do the same.  [default: 3]",
+    help="With --roles: run so many ranks more, to verify that ranks of one role do the same. "
+    f" [default: {DEFAULT_SAMPLES}]",
 )
 
 

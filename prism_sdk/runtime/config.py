@@ -132,6 +132,12 @@ class LaunchConfig:
     moe_skew: float | None = None
     """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     pin: bool = True
+    device_memory_bytes: int | None = None
+    """What each GPU is to have, less than it has; absent: what it has."""
+    parked_memory_bytes: int | None = None
+    """Record: host memory for the device memory of parked ranks; absent: all but a twentieth. 0: none."""
+    parked_disk: Path | None = None
+    """Record: a folder for what host memory has no room for."""
     nccl_profiler: bool = False
     """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
     options: Mapping[str, str] = field(default_factory=_no_options)

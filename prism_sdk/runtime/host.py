@@ -18,12 +18,14 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
 
@@ -60,6 +62,7 @@ class Policy(ABC):
 
     host: RankHost
     make_spec: Callable[[int], RankSpec]  # for a rank that is added while others run
+    moves = MoveOptions()  # whether device memory of ranks may be moved
 
     @abstractmethod
     def start(self) -> None:
@@ -75,6 +78,13 @@ class Policy(ABC):
     def ended(self, rank: int) -> None:  # noqa: B027 - optional
         """The rank's process is gone (well or not)."""
 
+    def attach(self, rank: int, sock: socket.socket, begun: bytes) -> None:
+        """A rank has made a second connection, of which `begun` was read already."""
+        sock.close()
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """All processes are gone."""
+
     def tick(self) -> None:  # noqa: B027 - optional
         """Called at least ten times a second."""
 
@@ -89,7 +99,7 @@ class RankHost:
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
-        interrupts: Interrupts | None = None,
+        interrupts: Interrupts | None = None, library: Path | None = None,
     ) -> None:  # fmt: skip
         self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
@@ -102,7 +112,7 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._forkserver, self._control = _start_forkserver(environment, descriptors)
+        self._forkserver, self._control = _start_forkserver(environment, descriptors, library)
         _allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
@@ -123,6 +133,14 @@ class RankHost:
             return
         if not process.outbound.send(message):
             self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
+
+    def watch(self, sock: socket.socket, call: Callable[[], None]) -> None:
+        """Call `call` when there is something to read."""
+        self._selector.register(sock, selectors.EVENT_READ, call)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """No longer."""
+        self._selector.unregister(sock)
 
     def fail(self, error: PrismError) -> None:
         """End the launch because of `error`; the first failure counts."""
@@ -171,6 +189,9 @@ class RankHost:
             sock.close()
             return
         process = self.ranks.get(rank)
+        if kind == "pages" and process is not None:
+            self.policy.attach(rank, sock, channel.rest())
+            return
         if kind != "hello" or process is None or process.channel is not None:
             sock.close()
             return
@@ -295,6 +316,7 @@ class RankHost:
         for process in self.ranks.values():
             if process.channel is not None:
                 process.channel.close()
+        self.policy.close()
         self._selector.close()
         self._server.close()
 
@@ -344,13 +366,13 @@ def count_oom_kills() -> int:
 
 
 def _start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int]
+    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
-    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers."""
+    """Start the process that forks ranks, with `library` loaded; ranks inherit `descriptors` under their numbers."""
     ours, theirs = socket.socketpair()
     # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno())],
+        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), *([str(library)] if library else [])],
         pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from prism_sdk.cli.launching import launch_command, option
+from prism_sdk.cli.parsing import SIZE
 from prism_sdk.runtime.config import LaunchMode
 
 PAYLOADS = option(
@@ -13,6 +14,12 @@ PAYLOADS = option(
     help="Which communicated values go into the trace: every rank's contribution, results only, or none.",
 )
 
+DEVICE_MEMORY = option(
+    "--device-memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="Let each GPU have so much memory, e.g. 80GiB: what does not fit is refused as it would be there.",
+)
 NCCL_PROFILER = option(
     "--nccl-profiler",
     is_flag=True,
@@ -20,7 +27,7 @@ NCCL_PROFILER = option(
 )
 
 
-@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER])
+@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER, DEVICE_MEMORY])
 def command() -> None:
     """Run a job as it is, every rank real, and write its timed graph.
 

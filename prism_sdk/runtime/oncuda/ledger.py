@@ -8,26 +8,35 @@ context of a rank is what the device's use grew by beyond what allocators say, p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from prism_sdk.errors import RunError
 
 
+_CONTEXT_BYTES = 1 << 30  # more than a context takes
+
+
 class DeviceMemoryError(RunError):
     """The ranks that share a device need more memory than it has."""
 
-    def __init__(self, rank: int, *, device: int, total_bytes: int, free_bytes: int, reason: str) -> None:
+    def __init__(
+        self, rank: int, *, device: int, total_bytes: int, free_bytes: int, reason: str, hint: str | None = None
+    ) -> None:
         super().__init__(
-            f"rank {rank} does not fit on GPU {device}: {_gib(free_bytes)} of {_gib(total_bytes)} are free; {reason}",
+            f"rank {rank} does not fit on GPU {device}: {gib(free_bytes)} of {gib(total_bytes)} are free; {reason}",
             rank=rank,
-            hint="parked ranks stay in device memory: record on more GPUs, fewer ranks, or a smaller model",
+            hint=hint or "parked ranks stay in device memory: record on more GPUs, fewer ranks, or a smaller model",
         )
         self.device, self.total_bytes, self.free_bytes = device, total_bytes, free_bytes
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One report: the real device, how many there are, its free and total bytes, and what the rank has reserved."""
+    """One report: the real device, how many there are, its free and total bytes, and what the rank has reserved there.
+
+    `reserved_bytes` is what the rank's allocator has, whether on the device or moved away.
+    """
 
     device: int
     num_devices: int
@@ -39,7 +48,9 @@ class Footprint:
 class Ledger:
     """What is known of the devices that ranks share."""
 
-    def __init__(self) -> None:
+    def __init__(self, away: Callable[[int], int] = lambda device: 0) -> None:
+        """`away(device)`: bytes of ranks of the device that were moved elsewhere."""
+        self._away = away
         self._latest: dict[int, Footprint] = {}  # device -> the report that came last
         self._held: dict[int, Footprint] = {}  # rank -> its last report
         self._beyond: dict[int, tuple[int, int]] = {}  # device -> (ranks, bytes that no allocator has), first report
@@ -66,7 +77,7 @@ class Ledger:
 
     def _beyond_allocators(self, device: int) -> int:
         now = self._latest[device]
-        reserved = sum(self._held[rank].reserved_bytes for rank in self.ranks_on(device))
+        reserved = sum(self._held[rank].reserved_bytes for rank in self.ranks_on(device)) - self._away(device)
         return max(now.total_bytes - now.free_bytes - reserved, 0)
 
     def context_bytes(self, device: int) -> int:
@@ -76,6 +87,20 @@ class Ledger:
         if num > num_first:
             return max(self._beyond_allocators(device) - first, 0) // (num - num_first)
         return first // max(num, 1)
+
+    def known(self, device: int) -> tuple[int, int]:
+        """Free and total bytes of a device as they were last reported; zeros before."""
+        now = self._latest.get(device)
+        return (0, 0) if now is None else (now.free_bytes, now.total_bytes)
+
+    def missing_for_context(self, rank: int) -> tuple[int, int] | None:
+        """(device, bytes that are missing) for the context of a rank that has not started; None: enough is free."""
+        for any_footprint in self._latest.values():
+            device = rank % any_footprint.num_devices
+            if device in self._latest and rank not in self._held and self._held:
+                missing = max(self.context_bytes(device), _CONTEXT_BYTES) - self._latest[device].free_bytes
+                return (device, missing) if missing > 0 else None
+        return None
 
     def refusal(self, rank: int) -> DeviceMemoryError | None:
         """Why `rank`, which has not started, cannot: not even as much as the smallest of the others holds is free."""
@@ -96,10 +121,11 @@ class Ledger:
         total = sum(self._held[holder].reserved_bytes for holder in holders)
         return DeviceMemoryError(
             rank, device=now.device, total_bytes=now.total_bytes, free_bytes=now.free_bytes,
-            reason=f"{len(holders)} ranks stay on it with {_gib(total)} and a context of {_gib(context)} each, and one "
-            f"more needs {_gib(context + least)} or more",
+            reason=f"{len(holders)} ranks stay on it with {gib(total)} and a context of {gib(context)} each, and one "
+            f"more needs {gib(context + least)} or more",
         )  # fmt: skip
 
 
-def _gib(num_bytes: int) -> str:
+def gib(num_bytes: int) -> str:
+    """A number of bytes in GiB, for messages."""
     return f"{num_bytes / (1 << 30):.2f} GiB"

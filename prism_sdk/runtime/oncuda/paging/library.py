@@ -15,11 +15,12 @@ from typing import Any
 
 from prism_sdk.errors import RunError
 
-__all__ = ["Moved", "PageStats", "Pages", "loaded", "preload"]
+__all__ = ["Moved", "PageStats", "Pages", "current_pages", "loaded", "preload"]
 
 RESIDENT, IN_HOST_MEMORY, ON_DISK = 0, 1, 2
 
 _library: ctypes.CDLL | None = None
+_current: Pages | None = None
 
 
 class Moved(ctypes.Structure):
@@ -70,6 +71,11 @@ def loaded() -> bool:
     return _library is not None
 
 
+def current_pages() -> Pages | None:
+    """This process's, once it has begun to serve allocations."""
+    return _current
+
+
 class Pages:
     """The device memory of this process's program."""
 
@@ -87,6 +93,8 @@ class Pages:
         )
         if result:
             raise RunError("the thread that moves device memory cannot be started", hint="allow more threads: ulimit -u")
+        global _current
+        _current = self
 
     def stats(self) -> PageStats:
         """What the program holds."""
@@ -100,9 +108,11 @@ class Pages:
         self._library.prism_pages_real_memory(ctypes.byref(free), ctypes.byref(total))
         return free.value, total.value
 
-    def hold_still(self) -> None:
+    def hold_still(self) -> bool:
         """Note whether threads of the program may use the device while it waits: then nothing may be moved."""
-        self._library.prism_pages_hold_still(int(any(map(_may_compute, threading.enumerate()))))
+        must = any(map(_may_compute, threading.enumerate()))
+        self._library.prism_pages_hold_still(int(must))
+        return must
 
     def move_out(self, where: int = IN_HOST_MEMORY) -> Moved:
         """Move all pages away from the device."""

@@ -161,6 +161,8 @@ static CUcontext current_context(void) {
     if (driver.cuCtxGetDevice(&state.device)) return NULL;
     prop.location.id = state.device;
     if (driver.cuMemGetAllocationGranularity(&state.granularity, &prop, 0) || !state.granularity) return NULL;
+    size_t free, total;
+    if (!driver.cuMemGetInfo(&free, &total) && state.reserve_bytes > total / 32) state.reserve_bytes = total / 32;
     uint64_t used = used_by_all(state.device);
     if (used_before && used > used_before && used - used_before < ((uint64_t)1 << 30))
         state.overhead_bytes = used - used_before;

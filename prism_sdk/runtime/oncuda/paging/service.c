@@ -15,7 +15,7 @@ enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5 };
 
 typedef struct {
     uint32_t kind, argument; /* OUT: where to; IN: 1 into the reserve; ROOM: 1: try again */
-    Moved moved;             /* of MOVED; NEED has num_bytes */
+    Moved moved;             /* of MOVED; NEED has num_bytes, and in copy_ns how much could move */
 } Message;
 
 _Static_assert(sizeof(Message) == 40, "a message has 40 bytes");
@@ -89,7 +89,7 @@ int start_service(void) {
 
 int ask_for_room(uint64_t num_bytes) {
     if (state.socket_fd < 0) return 0;
-    Message message = {NEED, 0, {.num_bytes = num_bytes}};
+    Message message = {NEED, 0, {.num_bytes = num_bytes, .copy_ns = state.movable_bytes}};
     pthread_mutex_lock(&room_lock);
     room_answer = -1;
     int answer = 0;

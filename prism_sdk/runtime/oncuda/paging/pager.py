@@ -1,0 +1,363 @@
+"""Decides whose device memory leaves the device, where it goes and when it comes back.
+
+Responsible for the requests of all ranks and for the account of the host's memory; it opens no GPU, and the copying is
+done in the ranks, which answer.  Who may run is the coordinator's.
+
+Nothing moves before somebody needs the room: a rank that allocates (NEED), one that is to go on and is out (BRING), or
+one that is to start (START).  Requests of a device are served one after the other.  What a rank cannot tell is whether
+memory is there: the ranks ask the driver, and say what is missing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from prism_sdk.errors import PrismError, RunError
+from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, OUT, ROOM, Link, Message
+
+__all__ = ["Pager", "Request", "Tenant", "Want"]
+
+_RESIDENT, _IN_HOST_MEMORY, _ON_DISK = 0, 1, 2
+_NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5
+_PATIENCE_NS = 1_000_000_000  # a rank that is out waits so long for others that could run without it
+_MAX_TRIES = 64  # of one request, each with something moved away before
+
+
+class Want(Enum):
+    """What room is wanted for."""
+
+    ALLOCATE = "allocate"
+    RETURN = "return"
+    START = "start"
+
+
+@dataclass
+class Tenant:
+    """A rank's device memory, as far as the launcher knows."""
+
+    rank: int
+    device: int = 0
+    link: Link | None = None
+    num_bytes: int = 0  # that can be moved
+    where: int = _RESIDENT
+    is_moving: bool = False
+    parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
+    ready_as: int = 0  # when it became ready to go on; 0: it waits
+    stays: bool = False  # its memory cannot be moved just now
+
+
+@dataclass
+class Request:
+    """Somebody waits for room."""
+
+    rank: int
+    want: Want
+    device: int
+    missing_bytes: int
+    since_ns: int = field(default_factory=time.monotonic_ns)
+    num_tries: int = 0
+    takes_reserve: bool = False  # nothing else can be moved: what is kept free for others is used
+    is_refused: bool = False
+
+
+class Pager:
+    """All ranks and devices of one recording."""
+
+    def __init__(
+        self, *, fail: Callable[[PrismError], None], resumed: Callable[[], None],
+        refused: Callable[[Request, str], PrismError], room_in_host: Callable[[int], bool],
+        has_disk: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            fail: ends the launch.
+            resumed: called when a rank has come back or may start: somebody can run now.
+            refused: the error for a request that cannot be served; told why nothing more could be moved.
+            room_in_host: whether the host has room for so many bytes more, given what is parked there already.
+            has_disk: whether memory may go to disk where the host has no room.
+        """
+        self._fail, self._resumed, self._refused = fail, resumed, refused
+        self._room_in_host, self._has_disk = room_in_host, has_disk
+        self._tenants: dict[int, Tenant] = {}
+        self._requests: dict[int, list[Request]] = {}  # device -> served first to last
+        self._busy: dict[int, int] = {}  # device -> the rank whose memory is moving
+        self._moving_for: dict[int, Request] = {}  # device -> on whose behalf
+        self._started: set[int] = set()  # ranks for which there is room to start
+        self._counter = 0
+        self.out_bytes = {_IN_HOST_MEMORY: 0, _ON_DISK: 0}
+        """What is away from the devices now."""
+        self.num_moves = {OUT: 0, IN: 0}
+        self.moved_bytes = {OUT: 0, IN: 0}
+        self.moving_ns = {OUT: 0, IN: 0}
+        self.copying_ns = {OUT: 0, IN: 0}
+        self.why_not = ""
+
+    # -- what ranks do ------------------------------------------------------------------------------------------------
+
+    def attach(self, rank: int, link: Link) -> None:
+        """The rank's thread for moves is there."""
+        self._tenant(rank).link = link
+        for message in link.whole():
+            self.heard(rank, message)
+
+    def holds(self, rank: int, device: int, num_bytes: int, *, stays: bool = False) -> None:
+        """The rank says how much of its memory can be moved, and whether its threads forbid it for now."""
+        tenant = self._tenant(rank)
+        tenant.device, tenant.stays = device, stays
+        if tenant.where == _RESIDENT:
+            tenant.num_bytes = num_bytes
+
+    def parked(self, rank: int) -> None:
+        """The rank waits and uses its device no more."""
+        tenant = self._tenant(rank)
+        self._counter += 1
+        tenant.parked_as, tenant.ready_as = self._counter, 0
+        self._advance(tenant.device)
+
+    def ready(self, rank: int) -> None:
+        """The rank could go on."""
+        self._counter += 1
+        self._tenant(rank).ready_as = self._counter
+
+    def runs(self, rank: int) -> None:
+        """The rank goes on."""
+        tenant = self._tenant(rank)
+        tenant.parked_as = tenant.ready_as = 0
+
+    def ended(self, rank: int) -> None:
+        """The rank's process is gone, and what it held with it."""
+        tenant = self._tenants.pop(rank, None)
+        if tenant is None:
+            return
+        if tenant.where in self.out_bytes:
+            self.out_bytes[tenant.where] -= tenant.num_bytes
+        for device in list(self._requests):
+            self._requests[device] = [request for request in self._requests[device] if request.rank != rank]
+        if self._busy.get(tenant.device) == rank:
+            del self._busy[tenant.device]
+        self._advance(tenant.device)
+
+    def detach(self, rank: int) -> None:
+        """The connection is gone; the process will be."""
+        if rank in self._tenants:
+            self._tenants[rank].link = None
+
+    # -- what the coordinator wants -----------------------------------------------------------------------------------
+
+    def is_in(self, rank: int) -> bool:
+        """Whether the rank could go on at once."""
+        tenant = self._tenants.get(rank)
+        return tenant is None or (tenant.where == _RESIDENT and not tenant.is_moving)
+
+    def bring(self, ranks: Iterable[int]) -> None:
+        """These are to go on, the first of a device first; one of each device is on its way at a time."""
+        for rank in ranks:
+            tenant = self._tenants.get(rank)
+            if tenant is None or (tenant.where == _RESIDENT and not tenant.is_moving):
+                continue
+            waiting = self._requests.get(tenant.device, [])
+            if not any(request.want is Want.RETURN for request in waiting):
+                self._queue(Request(rank, Want.RETURN, tenant.device, 0))
+
+    def may_start(self, rank: int, device: int, missing_bytes: int) -> bool:
+        """Whether a rank that is not there yet may start; else room is made first, and `resumed` called."""
+        if missing_bytes <= 0 or rank in self._started:
+            return True
+        if not any(request.rank == rank for request in self._requests.get(device, [])):
+            self._queue(Request(rank, Want.START, device, missing_bytes))
+        return rank in self._started
+
+    def away_bytes(self, device: int) -> int:
+        """What ranks of a device have elsewhere."""
+        return sum(t.num_bytes for t in list(self._tenants.values()) if t.device == device and t.where != _RESIDENT)
+
+    def num_away(self) -> int:
+        """Ranks whose memory is elsewhere."""
+        return sum(tenant.where != _RESIDENT for tenant in list(self._tenants.values()))
+
+    def tick(self) -> None:
+        """Time has passed: requests that were patient may not be any more."""
+        for device in list(self._requests):
+            self._advance(device)
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def heard(self, rank: int, message: Message) -> None:
+        """The rank's thread for moves has said something."""
+        tenant = self._tenant(rank)
+        if message.kind == NEED:
+            if tenant.where == _RESIDENT:
+                tenant.num_bytes = message.copy_ns
+            self._queue(Request(rank, Want.ALLOCATE, tenant.device, message.num_bytes))
+        elif message.kind == MOVED:
+            tenant.is_moving = False
+            self._busy.pop(tenant.device, None)
+            (self._left if message.argument == OUT else self._came)(tenant, message)
+            self._advance(tenant.device)
+
+    def _left(self, tenant: Tenant, message: Message) -> None:
+        if message.status in (_NO_HOST_MEMORY, _NO_DISK, _NOT_NOW):
+            tenant.stays = True
+            self.why_not = {
+                _NO_HOST_MEMORY: "the host has no memory for it",
+                _NO_DISK: f"the disk has no room for it (error {message.code})",
+                _NOT_NOW: "threads of the program may use it",
+            }[message.status]
+            return
+        if message.status:
+            self._fail(_broken(tenant.rank, message))
+            return
+        tenant.num_bytes = message.num_bytes
+        if not message.num_bytes:
+            return  # there was nothing
+        tenant.where = self._goes_to
+        self.out_bytes[tenant.where] += message.num_bytes
+        self._count(OUT, message)
+        self._moving_for[tenant.device].missing_bytes -= message.num_bytes
+
+    def _came(self, tenant: Tenant, message: Message) -> None:
+        waiting = self._requests.get(tenant.device, [])
+        request = next((request for request in waiting if request.rank == tenant.rank), None)
+        if message.status == _NO_DEVICE_MEMORY:
+            if request is not None:
+                request.missing_bytes, request.is_refused = message.num_bytes, request.takes_reserve
+            return
+        if message.status:
+            self._fail(_broken(tenant.rank, message))
+            return
+        self.out_bytes[tenant.where] -= message.num_bytes
+        tenant.where = _RESIDENT
+        self._count(IN, message)
+        if request is not None and request.want is Want.RETURN:
+            waiting.remove(request)
+            self._resumed()
+
+    def _count(self, kind: int, message: Message) -> None:
+        self.num_moves[kind] += 1
+        self.moved_bytes[kind] += message.num_bytes
+        self.moving_ns[kind] += message.total_ns
+        self.copying_ns[kind] += message.copy_ns
+
+    # -- serving requests ---------------------------------------------------------------------------------------------
+
+    def _tenant(self, rank: int) -> Tenant:
+        return self._tenants.setdefault(rank, Tenant(rank))
+
+    def _queue(self, request: Request) -> None:
+        """Those that run come first: what is to return may be waiting for them to park."""
+        waiting = self._requests.setdefault(request.device, [])
+        waiting.append(request)
+        waiting.sort(key=lambda one: one.want is Want.RETURN)
+        self._advance(request.device)
+
+    def _advance(self, device: int) -> None:
+        """Do the next thing for the first request of a device, until something has to be waited for."""
+        while device not in self._busy and self._requests.get(device):
+            request = self._requests[device][0]
+            if not self._step(request):
+                return
+
+    def _step(self, request: Request) -> bool:
+        """Whether anything was done without waiting."""
+        if request.missing_bytes <= 0:
+            return self._grant(request)
+        request.num_tries += 1
+        victim = self._victim(request) if request.num_tries <= _MAX_TRIES else None
+        if victim is not None:
+            return self._move(victim, OUT, self._goes_to, request)
+        if self._somebody_will_park(request):
+            request.num_tries -= 1
+            return False
+        tenant = self._tenants.get(request.rank)
+        if tenant is not None and tenant.where != _RESIDENT and not request.takes_reserve:
+            request.takes_reserve = True
+            return self._move(tenant, IN, 1, request)
+        self._requests[request.device].remove(request)
+        if request.want is Want.ALLOCATE and tenant is not None and tenant.where == _RESIDENT:
+            assert tenant.link is not None
+            tenant.link.send(ROOM, 0)  # the program gets its error
+        else:
+            self._fail(self._refused(request, self.why_not))
+        return True
+
+    def _grant(self, request: Request) -> bool:
+        tenant = self._tenants.get(request.rank)
+        if request.want is Want.START:
+            self._requests[request.device].remove(request)
+            self._started.add(request.rank)
+            self._resumed()
+            return True
+        assert tenant is not None
+        if tenant.where != _RESIDENT:
+            return self._move(tenant, IN, int(request.takes_reserve), request)
+        self._requests[request.device].remove(request)
+        if request.want is Want.RETURN:
+            self._resumed()
+        elif tenant.link is not None:
+            tenant.link.send(ROOM, 1)
+        return True
+
+    def _move(self, tenant: Tenant, kind: int, argument: int, request: Request) -> bool:
+        if tenant.link is None:
+            return False  # it is ending
+        tenant.is_moving = True
+        self._moving_for[tenant.device] = request
+        self._busy[tenant.device] = tenant.rank
+        tenant.link.send(kind, argument)
+        return True
+
+    def _victim(self, request: Request) -> Tenant | None:
+        """Whose memory goes: of those that wait the one that parked first, then those that would run last."""
+        others = [
+            tenant for tenant in self._tenants.values()
+            if tenant.device == request.device and tenant.rank != request.rank and tenant.link is not None
+            and tenant.where == _RESIDENT and tenant.num_bytes and not tenant.stays
+        ]  # fmt: skip
+        waiting = [tenant for tenant in others if tenant.parked_as and not tenant.ready_as]
+        if waiting:
+            return self._placed(min(waiting, key=lambda tenant: tenant.parked_as))
+        is_urgent = request.want is not Want.RETURN or time.monotonic_ns() - request.since_ns > _PATIENCE_NS
+        ready = [tenant for tenant in others if tenant.parked_as]
+        if ready and (is_urgent or not self._somebody_will_park(request)):
+            return self._placed(max(ready, key=lambda tenant: tenant.ready_as))
+        stuck = {r.rank for r in self._requests[request.device] if r.want is Want.ALLOCATE}
+        blocked = [tenant for tenant in others if tenant.rank in stuck]
+        if blocked and not self._somebody_will_park(request):
+            return self._placed(blocked[-1])
+        return None
+
+    def _placed(self, tenant: Tenant) -> Tenant | None:
+        """The same, after it was decided where it goes; None: there is no room for it anywhere."""
+        if self._room_in_host(tenant.num_bytes):
+            self._goes_to = _IN_HOST_MEMORY
+        elif self._has_disk():
+            self._goes_to = _ON_DISK
+        else:
+            self.why_not = "the host has no memory for it"
+            return None
+        return tenant
+
+    _goes_to = _IN_HOST_MEMORY
+
+    def _somebody_will_park(self, request: Request) -> bool:
+        """Whether another rank of the device runs, or will without our doing: it parks sooner or later."""
+        stuck = {r.rank for r in self._requests[request.device] if r.want is Want.ALLOCATE}
+        for tenant in self._tenants.values():
+            if tenant.device != request.device or tenant.rank == request.rank or tenant.link is None:
+                continue
+            if not tenant.parked_as and tenant.rank not in stuck:
+                return True
+            if tenant.ready_as and tenant.where == _RESIDENT and request.want is Want.RETURN:
+                return time.monotonic_ns() - request.since_ns <= _PATIENCE_NS
+        return False
+
+
+def _broken(rank: int, message: Message) -> RunError:
+    what = "moving its device memory away" if message.argument == OUT else "bringing its device memory back"
+    return RunError(
+        f"rank {rank}: {what} failed with error {message.code} (status {message.status})", rank=rank,
+        hint="an error of the program's own on the device shows here first; else record with --parked-memory 0",
+    )  # fmt: skip

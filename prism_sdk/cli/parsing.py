@@ -130,7 +130,7 @@ def parse_size(text: str) -> int:
     scale = None if match is None else _UNITS_BYTES.get(match[2])
     if match is None or scale is None:
         raise ValueError(f"{text!r} is no size; write 80GiB, 512MiB, 80GB, or bytes")
-    return round(float(match[1]) * scale)
+    return int(round(float(match[1]) * scale))
 
 
 class _Parsed(click.ParamType[Any]):

@@ -18,7 +18,7 @@ from prism_sdk.errors import CollectiveMismatchError
 from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
-from prism_sdk.runtime.matching import Key, Matcher, Operation, Post
+from prism_sdk.runtime.matching import Key, Matcher, Post
 from prism_sdk.runtime.oncuda.residence import Residence
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.standing import (

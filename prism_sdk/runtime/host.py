@@ -83,7 +83,7 @@ class Policy(ABC):
         sock.close()
 
     def close(self) -> None:  # noqa: B027 - optional
-        """All processes are gone."""
+        """Nobody is to run any more."""
 
     def tick(self) -> None:  # noqa: B027 - optional
         """Called at least ten times a second."""
@@ -283,6 +283,7 @@ class RankHost:
 
     def _end_processes(self) -> None:
         """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""
+        self.policy.close()
         alive = [process for process in self.ranks.values() if process.pid and not process.exited]
         if alive:  # ranks may reap what dies with them before anybody else sees it
             with contextlib.suppress(wire.ChannelClosed):
@@ -316,7 +317,6 @@ class RankHost:
         for process in self.ranks.values():
             if process.channel is not None:
                 process.channel.close()
-        self.policy.close()
         self._selector.close()
         self._server.close()
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from prism_sdk.errors import RunError
 
-
 _CONTEXT_BYTES = 1 << 30  # more than a context takes
 
 

@@ -146,8 +146,9 @@ class Residence:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _has_room(self, num_bytes: int) -> bool:
-        if self._options().host_bytes is not None:
-            return self.pager.out_bytes[1] + num_bytes <= self._options().host_bytes
+        budget = self._options().host_bytes
+        if budget is not None:
+            return self.pager.out_bytes[1] + num_bytes <= budget
         memory = host_memory()
         if memory is None:
             return True

@@ -35,11 +35,11 @@ class Moved(ctypes.Structure):
     ]
 
 
+_FIELDS = ("movable", "fixed", "overhead", "limit", "refused", "num_pages", "where")
+
+
 class _Stats(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in ("movable", "fixed", "overhead", "limit", "refused", "num_pages", "where")
-    ]  # fmt: skip
+    _fields_ = [(name, ctypes.c_uint64) for name in _FIELDS]
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ class Pages:
         assert _library is not None
         self._library: Any = _library
         disk_fd = -1 if disk is None else os.open(disk, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        self._library.prism_pages_look(0)
         result = self._library.prism_pages_open(
             socket_fd, disk_fd, ctypes.c_uint64(limit_bytes), ctypes.c_uint64(reserve_bytes), int(is_alone), num_workers
         )
         if result:
-            raise RunError("the thread that moves device memory cannot be started", hint="allow more threads: ulimit -u")
+            hint = "allow more threads: ulimit -u"
+            raise RunError("the thread that moves device memory cannot be started", hint=hint)
         global _current
         _current = self
 
@@ -100,7 +100,7 @@ class Pages:
         """What the program holds."""
         stats = _Stats()
         self._library.prism_pages_stats(ctypes.byref(stats))
-        return PageStats(*(int(getattr(stats, name)) for name, _ in _Stats._fields_))
+        return PageStats(*(int(getattr(stats, name)) for name in _FIELDS))
 
     def real_memory(self) -> tuple[int, int]:
         """Free and total bytes of the device as it is, whoever uses it."""

@@ -14,6 +14,7 @@
 
 enum { RUNTIME_OUT_OF_MEMORY = 2 };
 #define SMALLEST_MOVABLE ((size_t)1 << 20) /* smaller ones would waste most of a page of 2 MiB */
+#define MOST_OVERHEAD ((uint64_t)1 << 30)  /* of a context; it takes about half of that */
 #define TOTAL_OFFSET 288                   /* of totalGlobalMem in cudaDeviceProp, the same from CUDA 10 to 13 */
 
 State state = {.lock = PTHREAD_MUTEX_INITIALIZER, .came_back = PTHREAD_COND_INITIALIZER, .disk_fd = -1, .socket_fd = -1};
@@ -75,22 +76,53 @@ int load_driver(void) {
     return 1;
 }
 
-/* NVIDIA's management library says what a device uses before this process has opened it; source: nvml.h. */
-static uint64_t used_by_all(CUdevice device) {
-    typedef struct {
-        unsigned long long total, free, used;
-    } Memory;
-    void *library = dlopen("libnvidia-ml.so.1", RTLD_NOW), *handle = NULL;
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!library || !cuda) return 0;
-    int (*init)(void) = (int (*)(void))dlsym(library, "nvmlInit_v2");
-    int (*by_bus)(const char *, void **) = (int (*)(const char *, void **))dlsym(library, "nvmlDeviceGetHandleByPciBusId_v2");
-    int (*info)(void *, Memory *) = (int (*)(void *, Memory *))dlsym(library, "nvmlDeviceGetMemoryInfo");
+/* NVIDIA's management library says what devices use before this process has opened them; source: nvml.h. */
+#define MAX_DEVICES 64
+static uint64_t used_before[MAX_DEVICES]; /* by the library's numbers */
+
+typedef struct {
+    unsigned long long total, free, used;
+} NvmlMemory;
+
+static void *management(void) {
+    static void *library;
+    static int asked; /* once, at the start */
+    if (asked) return library;
+    asked = 1;
+    void *found = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    int (*init)(void) = found ? (int (*)(void))dlsym(found, "nvmlInit_v2") : NULL;
+    if (init && !init()) library = found;
+    return library;
+}
+
+static uint64_t used_by_all(void *handle) {
+    int (*info)(void *, NvmlMemory *) = (int (*)(void *, NvmlMemory *))dlsym(management(), "nvmlDeviceGetMemoryInfo");
+    NvmlMemory memory;
+    return info && !info(handle, &memory) ? memory.used : 0;
+}
+
+static void look_at_all(void) {
+    if (!management()) return;
+    int (*by_index)(unsigned, void **) =
+        (int (*)(unsigned, void **))dlsym(management(), "nvmlDeviceGetHandleByIndex_v2");
+    void *handle;
+    for (unsigned i = 0; by_index && i < MAX_DEVICES && !by_index(i, &handle); i++) used_before[i] = used_by_all(handle);
+}
+
+/* What the device uses more than when this process began; 0 where that is not known. */
+static uint64_t used_since(CUdevice device) {
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *handle;
+    if (!management() || !cuda) return 0;
     int (*bus)(char *, int, CUdevice) = (int (*)(char *, int, CUdevice))dlsym(cuda, "cuDeviceGetPCIBusId");
+    int (*by_bus)(const char *, void **) =
+        (int (*)(const char *, void **))dlsym(management(), "nvmlDeviceGetHandleByPciBusId_v2");
+    int (*index_of)(void *, unsigned *) = (int (*)(void *, unsigned *))dlsym(management(), "nvmlDeviceGetIndex");
     char name[64];
-    Memory memory;
-    if (!init || !by_bus || !info || !bus || init() || bus(name, sizeof name, device)) return 0;
-    return by_bus(name, &handle) || info(handle, &memory) ? 0 : memory.used;
+    unsigned index;
+    if (!bus || !by_bus || !index_of || bus(name, sizeof name, device) || by_bus(name, &handle)) return 0;
+    if (index_of(handle, &index) || index >= MAX_DEVICES || !used_before[index]) return 0;
+    uint64_t used = used_by_all(handle);
+    return used > used_before[index] ? used - used_before[index] : 0;
 }
 
 /* -- pages --------------------------------------------------------------------------------------------------------- */
@@ -142,10 +174,8 @@ static int take(CUdeviceptr address, Page *page) {
 
 static void lock_resident(void) {
     pthread_mutex_lock(&state.lock);
-    while (state.where != RESIDENT) pthread_cond_wait(&state.came_back, &state.lock);
+    while (state.where != RESIDENT && !state.is_left) pthread_cond_wait(&state.came_back, &state.lock);
 }
-
-static uint64_t used_before; /* by all on device 0 of ours, before this process opened it */
 
 /* The context of this thread; on the first time what a page is and what the context has cost are found out. */
 static CUcontext current_context(void) {
@@ -163,9 +193,8 @@ static CUcontext current_context(void) {
     if (driver.cuMemGetAllocationGranularity(&state.granularity, &prop, 0) || !state.granularity) return NULL;
     size_t free, total;
     if (!driver.cuMemGetInfo(&free, &total) && state.reserve_bytes > total / 32) state.reserve_bytes = total / 32;
-    uint64_t used = used_by_all(state.device);
-    if (used_before && used > used_before && used - used_before < ((uint64_t)1 << 30))
-        state.overhead_bytes = used - used_before;
+    uint64_t since = used_since(state.device);
+    if (since < MOST_OVERHEAD) state.overhead_bytes = since; /* else somebody else began at the same time */
     return state.context = context;
 }
 
@@ -308,15 +337,9 @@ EXPORT int prism_pages_open(int socket_fd, int disk_fd, uint64_t limit_bytes, ui
     state.alone = alone;
     state.num_workers = num_workers < 1 ? 1 : num_workers;
     state.is_open = 1;
+    look_at_all(); /* without cuInit: the program may still choose its devices */
     pthread_atfork(NULL, NULL, after_fork_in_child);
     return start_service();
-}
-
-/* Note what the device uses now; later the difference is this process's context.  Needs cuInit, opens no context. */
-EXPORT void prism_pages_look(int device) {
-    int (*init)(unsigned);
-    void *cuda = dlopen("libcuda.so.1", RTLD_NOW);
-    if (cuda && (init = (int (*)(unsigned))dlsym(cuda, "cuInit")) && !init(0)) used_before = used_by_all(device);
 }
 
 EXPORT void prism_pages_stats(Stats *stats) {

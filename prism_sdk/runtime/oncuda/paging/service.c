@@ -70,6 +70,10 @@ static void *serve(void *unused) {
         if (!say(&reply)) break;
     }
     tell_room(-1); /* the launcher is gone, and this process soon too */
+    pthread_mutex_lock(&state.lock);
+    state.is_left = 1;
+    pthread_cond_broadcast(&state.came_back);
+    pthread_mutex_unlock(&state.lock);
     return NULL;
 }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prism_sdk.errors import UnsupportedError, UsageError
@@ -27,7 +27,7 @@ class PagingPlan:
 
     spec: PagingSpec | None = None
     library: Path | None = None
-    moves: MoveOptions = MoveOptions()
+    moves: MoveOptions = field(default_factory=MoveOptions)
 
 
 def plan_paging(

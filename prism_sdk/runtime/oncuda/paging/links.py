@@ -10,7 +10,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-__all__ = ["IN", "MOVED", "NEED", "OUT", "ROOM", "Link", "Message"]
+__all__ = ["IN", "Link", "MOVED", "Message", "NEED", "OUT", "ROOM"]
 
 OUT, IN, NEED, MOVED, ROOM = 1, 2, 3, 4, 5
 _MESSAGE = struct.Struct("=IIIIQQQ")

@@ -115,7 +115,7 @@ def parse_time_window(text: str) -> tuple[int | None, int | None, bool]:
     return low, high, True in units
 
 
-_UNITS_BYTES = {"": 1, "b": 1, **{f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}} | {
+_UNITS_BYTES: dict[str, int] = {"": 1, "b": 1, **{f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}} | {
     f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")
 }
 
@@ -127,10 +127,9 @@ def parse_size(text: str) -> int:
         ValueError: what is wrong.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    scale = None if match is None else _UNITS_BYTES.get(match[2])
-    if match is None or scale is None:
+    if match is None or match[2] not in _UNITS_BYTES:
         raise ValueError(f"{text!r} is no size; write 80GiB, 512MiB, 80GB, or bytes")
-    return int(round(float(match[1]) * scale))
+    return int(float(match[1]) * _UNITS_BYTES[match[2]])
 
 
 class _Parsed(click.ParamType[Any]):

@@ -85,6 +85,14 @@ class DeviceGauge:
                 used, total = used + memory.used, total + memory.total
         return Memory(used, total) if total else None
 
+    def free_bytes(self, index: int) -> int | None:
+        """Of one of them, by the number that the job's processes give it; None where nobody can tell."""
+        if self._library is None or index >= len(self._handles):
+            return None
+        memory = _NvmlMemory()
+        code = self._library.nvmlDeviceGetMemoryInfo(self._handles[index], ctypes.byref(memory))
+        return int(memory.free) if code == 0 else None
+
     def _wanted(self, visible: str | None) -> list[str]:
         if visible is not None:
             return [word.strip() for word in visible.split(",") if word.strip()]

@@ -61,7 +61,9 @@ def test_memory_goes_and_comes_back_as_it_was(driver: Path, tmp_path: Path, sani
     assert in_use(tmp_path) == 0
 
 
-def record(driver: Path, tmp_path: Path, *words: str, device_mib: int, options: tuple[str, ...]) -> tuple[int, str, str]:
+def record(
+    driver: Path, tmp_path: Path, *words: str, device_mib: int, options: tuple[str, ...]
+) -> tuple[int, str, str]:
     pytest.importorskip("torch")
     command = [sys.executable, "-m", "prism_sdk.cli.main", "record", "-o", tmp_path / "o.prism", *options]
     done = subprocess.run(

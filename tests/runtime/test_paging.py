@@ -282,5 +282,7 @@ def test_messages_that_arrive_in_pieces_are_put_together(cut: int) -> None:
     first = link.whole()
     link._buffer += raw[cut:]
     assert [message.kind for message in first + link.whole()] == [NEED, MOVED]
-    assert Message(NEED, num_bytes=7, copy_ns=8, total_ns=9) in first + [Message(NEED, num_bytes=7, copy_ns=8, total_ns=9)]
+    assert Message(NEED, num_bytes=7, copy_ns=8, total_ns=9) in first + [
+        Message(NEED, num_bytes=7, copy_ns=8, total_ns=9)
+    ]
     assert IN != OUT

@@ -87,18 +87,28 @@ class Ledger:
             return max(self._beyond_allocators(device) - first, 0) // (num - num_first)
         return first // max(num, 1)
 
+    def kept_bytes(self, rank: int, movable_bytes: int) -> int:
+        """What a rank has on its device beside what can be moved, its context included; 0 before it has reported."""
+        last = self._held.get(rank)
+        return 0 if last is None else self.context_bytes(last.device) + max(last.reserved_bytes - movable_bytes, 0)
+
     def known(self, device: int) -> tuple[int, int]:
         """Free and total bytes of a device as they were last reported; zeros before."""
         now = self._latest.get(device)
         return (0, 0) if now is None else (now.free_bytes, now.total_bytes)
 
-    def missing_for_context(self, rank: int) -> tuple[int, int] | None:
-        """(device, bytes that are missing) for the context of a rank that has not started; None: enough is free."""
+    def needs_to_start(self, rank: int, kept_bytes: Callable[[int], int]) -> tuple[int, int] | None:
+        """(device, bytes) for a rank that has not started: its context, and what all others have that cannot be moved.
+
+        None: nothing is known of its device, or it has started.
+        """
         for any_footprint in self._latest.values():
             device = rank % any_footprint.num_devices
-            if device in self._latest and rank not in self._held and self._held:
-                missing = max(self.context_bytes(device), _CONTEXT_BYTES) - self._latest[device].free_bytes
-                return (device, missing) if missing > 0 else None
+            holders = self.ranks_on(device)
+            if rank in self._held or not holders:
+                return None
+            context = self.context_bytes(device)
+            return device, max(context, _CONTEXT_BYTES) + min(kept_bytes(holder) for holder in holders) - context
         return None
 
     def refusal(self, rank: int) -> DeviceMemoryError | None:

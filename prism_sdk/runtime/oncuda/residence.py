@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from prism_sdk.errors import PrismError
-from prism_sdk.runtime.gauges import host_memory
+from prism_sdk.runtime.gauges import DeviceGauge, host_memory
+from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, Ledger, gib
 from prism_sdk.runtime.oncuda.paging.links import IN, OUT, Link
-from prism_sdk.runtime.oncuda.paging.pager import Pager, Request, Want
+from prism_sdk.runtime.oncuda.paging.pager import Pager, Request, Suspension, Want
 
 __all__ = ["MoveOptions", "Residence"]
 
@@ -31,10 +32,21 @@ class MoveOptions:
     host_bytes: int | None = None
     """What parked ranks may take of the host's memory; absent: all but a twentieth of it."""
     has_disk: bool = False
+    visible_devices: str | None = None
+    """CUDA_VISIBLE_DEVICES, as ranks have it."""
+
+
+class HasPid(Protocol):
+    """A rank's process."""
+
+    pid: int
 
 
 class Watching(Protocol):
     """What is needed of the host of the ranks."""
+
+    @property
+    def ranks(self) -> Mapping[int, HasPid]: ...
 
     def watch(self, sock: socket.socket, call: Callable[[], None]) -> None: ...
 
@@ -52,11 +64,14 @@ class Residence:
         self._options, self._host = options, host
         self._is_asking = False
         self._resumed = resumed
+        self._checkpointer = Checkpointer()
+        self._gauge: DeviceGauge | None = None
         self._ledger = Ledger(lambda device: self.pager.away_bytes(device))
         self._links: dict[int, Link] = {}
         self.pager = Pager(
             fail=lambda error: self._host().fail(error), resumed=self._may_go_on, refused=self._error,
             room_in_host=self._has_room, has_disk=lambda: self._options().has_disk,
+            suspension=Suspension(self._order, self._kept_bytes, self._free_bytes),
         )  # fmt: skip
 
     # -- what ranks say -----------------------------------------------------------------------------------------------
@@ -83,8 +98,7 @@ class Residence:
     def _drop(self, rank: int) -> None:
         link = self._links.pop(rank, None)
         if link is not None:
-            with contextlib.suppress(KeyError, ValueError):
-                self._host().unwatch(link.sock)
+            self._unwatch(link.sock)
             link.sock.close()
 
     def ended(self, rank: int) -> None:
@@ -97,6 +111,9 @@ class Residence:
         """The launch is over."""
         for rank in list(self._links):
             self._drop(rank)
+        if self._checkpointer.sock is not None:
+            self._unwatch(self._checkpointer.sock)
+        self._checkpointer.close()
 
     @property
     def is_used(self) -> bool:
@@ -135,13 +152,43 @@ class Residence:
             if refusal is not None:
                 self._host().fail(refusal)
             return refusal is None
-        missing = self._ledger.missing_for_context(rank)
-        if missing is None:
+        needs = self._ledger.needs_to_start(rank, self._kept_bytes)
+        if needs is None:
             return True
+        device, num_bytes = needs
+        free = self._free_bytes(device)
         self._is_asking = True
-        answer = self.pager.may_start(rank, *missing)
+        answer = self.pager.may_start(
+            rank, device, num_bytes - (self._ledger.known(device)[0] if free is None else free)
+        )
         self._is_asking = False
         return answer
+
+    # -- whole processes ----------------------------------------------------------------------------------------------
+
+    def _order(self, what: str, rank: int, done: Callable[[int], None]) -> None:
+        host = self._host()
+        started = self._checkpointer.order(what, host.ranks[rank].pid, done)
+        if started is not None:
+            host.watch(started, self._hear_checkpointer)
+
+    def _hear_checkpointer(self) -> None:
+        sock = self._checkpointer.sock
+        self._checkpointer.hear()
+        if sock is not None and self._checkpointer.sock is None:
+            self._unwatch(sock)
+
+    def _unwatch(self, sock: socket.socket) -> None:
+        with contextlib.suppress(KeyError, ValueError):
+            self._host().unwatch(sock)
+
+    def _kept_bytes(self, rank: int) -> int:
+        return self._ledger.kept_bytes(rank, self.pager.movable_bytes(rank))
+
+    def _free_bytes(self, device: int) -> int | None:
+        if self._gauge is None:
+            self._gauge = DeviceGauge(self._options().visible_devices)
+        return self._gauge.free_bytes(device)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -176,11 +223,13 @@ class Residence:
     def report(self) -> str | None:
         """What was moved, in one line; None: nothing."""
         pager = self.pager
-        if not pager.num_moves[OUT]:
+        if not pager.num_moves[OUT] and not pager.num_suspended:
             return None
         parts = [
             f"{name} {pager.moved_bytes[kind] / 1e9:.1f} GB in {pager.num_moves[kind]} moves at "
             f"{pager.moved_bytes[kind] / max(pager.moving_ns[kind], 1):.1f} GB/s"
             for name, kind in (("out", OUT), ("back", IN))
         ]
+        if pager.num_suspended:
+            parts.append(f"whole processes {pager.num_suspended} times")
         return f"device memory of parked ranks: {', '.join(parts)}"

@@ -88,7 +88,12 @@ class Pages:
         self._library: Any = _library
         self.disk_fd = -1 if disk is None else os.open(disk, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         result = self._library.prism_pages_open(
-            socket_fd, self.disk_fd, ctypes.c_uint64(limit_bytes), ctypes.c_uint64(reserve_bytes), int(is_alone), num_workers
+            socket_fd,
+            self.disk_fd,
+            ctypes.c_uint64(limit_bytes),
+            ctypes.c_uint64(reserve_bytes),
+            int(is_alone),
+            num_workers,
         )
         if result:
             hint = "allow more threads: ulimit -u"

@@ -18,11 +18,12 @@ from enum import Enum
 from prism_sdk.errors import PrismError, RunError
 from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, OUT, ROOM, Link, Message
 
-__all__ = ["Pager", "Request", "Tenant", "Want"]
+__all__ = ["Pager", "Request", "Suspension", "Tenant", "Want"]
 
 _RESIDENT, _IN_HOST_MEMORY, _ON_DISK = 0, 1, 2
 _NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5
 _PATIENCE_NS = 1_000_000_000  # a rank that is out waits so long for others that could run without it
+_SLACK_BYTES = 1 << 28  # more than a restoration of a process needs beside what it had
 _MAX_TRIES = 64  # of one request, each with something moved away before
 
 
@@ -43,10 +44,18 @@ class Tenant:
     link: Link | None = None
     num_bytes: int = 0  # that can be moved
     where: int = _RESIDENT
+    goes_to: int = _IN_HOST_MEMORY  # where the next move takes it
     is_moving: bool = False
+    is_suspended: bool = False  # the whole process is off the device, and what could not be moved with it
+    kept_bytes: int = 0  # of that process on the device, beside what can be moved
     parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
     ready_as: int = 0  # when it became ready to go on; 0: it waits
     stays: bool = False  # its memory cannot be moved just now
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the rank could use its device at once."""
+        return self.where == _RESIDENT and not self.is_moving and not self.is_suspended
 
 
 @dataclass
@@ -60,7 +69,18 @@ class Request:
     since_ns: int = field(default_factory=time.monotonic_ns)
     num_tries: int = 0
     takes_reserve: bool = False  # nothing else can be moved: what is kept free for others is used
-    is_refused: bool = False
+
+
+@dataclass(frozen=True)
+class Suspension:
+    """How whole processes leave a device: for what cannot be moved otherwise, and for their contexts."""
+
+    order: Callable[[str, int, Callable[[int], None]], None]
+    """Carries out `out` or `in` for a rank, and calls back with 0 or an error of the driver."""
+    kept_bytes: Callable[[int], int]
+    """What a rank has on its device beside what can be moved, context included."""
+    free_bytes: Callable[[int], int | None]
+    """What a device has free, asked of the machine; None: nobody can tell, and then nothing is suspended."""
 
 
 class Pager:
@@ -69,7 +89,7 @@ class Pager:
     def __init__(
         self, *, fail: Callable[[PrismError], None], resumed: Callable[[], None],
         refused: Callable[[Request, str], PrismError], room_in_host: Callable[[int], bool],
-        has_disk: Callable[[], bool] = lambda: False,
+        has_disk: Callable[[], bool] = lambda: False, suspension: Suspension | None = None,
     ) -> None:  # fmt: skip
         """
         Args:
@@ -78,6 +98,7 @@ class Pager:
             refused: the error for a request that cannot be served; told why nothing more could be moved.
             room_in_host: whether the host has room for so many bytes more, given what is parked there already.
             has_disk: whether memory may go to disk where the host has no room.
+            suspension: takes whole processes off, once no pages are left to move; absent: nothing does.
         """
         self._fail, self._resumed, self._refused = fail, resumed, refused
         self._room_in_host, self._has_disk = room_in_host, has_disk
@@ -94,6 +115,8 @@ class Pager:
         self.moving_ns = {OUT: 0, IN: 0}
         self.copying_ns = {OUT: 0, IN: 0}
         self.why_not = ""
+        self._suspension = suspension
+        self.num_suspended = 0
 
     # -- what ranks do ------------------------------------------------------------------------------------------------
 
@@ -134,6 +157,8 @@ class Pager:
             return
         if tenant.where in self.out_bytes:
             self.out_bytes[tenant.where] -= tenant.num_bytes
+        if tenant.is_suspended:
+            self.out_bytes[_IN_HOST_MEMORY] -= tenant.kept_bytes
         for device in list(self._requests):
             self._requests[device] = [request for request in self._requests[device] if request.rank != rank]
         if self._busy.get(tenant.device) == rank:
@@ -150,13 +175,13 @@ class Pager:
     def is_in(self, rank: int) -> bool:
         """Whether the rank could go on at once."""
         tenant = self._tenants.get(rank)
-        return tenant is None or (tenant.where == _RESIDENT and not tenant.is_moving)
+        return tenant is None or tenant.is_there
 
     def bring(self, ranks: Iterable[int]) -> None:
         """These are to go on, the first of a device first; one of each device is on its way at a time."""
         for rank in ranks:
             tenant = self._tenants.get(rank)
-            if tenant is None or (tenant.where == _RESIDENT and not tenant.is_moving):
+            if tenant is None or tenant.is_there:
                 continue
             waiting = self._requests.get(tenant.device, [])
             if not any(request.want is Want.RETURN for request in waiting):
@@ -174,9 +199,14 @@ class Pager:
         """What ranks of a device have elsewhere."""
         return sum(t.num_bytes for t in list(self._tenants.values()) if t.device == device and t.where != _RESIDENT)
 
+    def movable_bytes(self, rank: int) -> int:
+        """What of a rank's memory can be moved, wherever it is."""
+        tenant = self._tenants.get(rank)
+        return 0 if tenant is None else tenant.num_bytes
+
     def num_away(self) -> int:
         """Ranks whose memory is elsewhere."""
-        return sum(tenant.where != _RESIDENT for tenant in list(self._tenants.values()))
+        return sum(tenant.where != _RESIDENT or tenant.is_suspended for tenant in list(self._tenants.values()))
 
     def tick(self) -> None:
         """Time has passed: requests that were patient may not be any more."""
@@ -213,7 +243,7 @@ class Pager:
         tenant.num_bytes = message.num_bytes
         if not message.num_bytes:
             return  # there was nothing
-        tenant.where = self._goes_to
+        tenant.where = tenant.goes_to
         self.out_bytes[tenant.where] += message.num_bytes
         self._count(OUT, message)
         self._moving_for[tenant.device].missing_bytes -= message.num_bytes
@@ -223,7 +253,7 @@ class Pager:
         request = next((request for request in waiting if request.rank == tenant.rank), None)
         if message.status == _NO_DEVICE_MEMORY:
             if request is not None:
-                request.missing_bytes, request.is_refused = message.num_bytes, request.takes_reserve
+                request.missing_bytes = message.num_bytes
             return
         if message.status:
             self._fail(_broken(tenant.rank, message))
@@ -267,14 +297,16 @@ class Pager:
         request.num_tries += 1
         victim = self._victim(request) if request.num_tries <= _MAX_TRIES else None
         if victim is not None:
-            return self._move(victim, OUT, self._goes_to, request)
+            return self._move(victim, OUT, victim.goes_to, request)
         if self._somebody_will_park(request):
             request.num_tries -= 1
             return False
         tenant = self._tenants.get(request.rank)
-        if tenant is not None and tenant.where != _RESIDENT and not request.takes_reserve:
+        if tenant is not None and tenant.where != _RESIDENT and not request.takes_reserve and not tenant.is_suspended:
             request.takes_reserve = True
             return self._move(tenant, IN, 1, request)
+        if self._suspend_one(request):
+            return True
         self._requests[request.device].remove(request)
         if request.want is Want.ALLOCATE and tenant is not None and tenant.where == _RESIDENT:
             assert tenant.link is not None
@@ -291,6 +323,8 @@ class Pager:
             self._resumed()
             return True
         assert tenant is not None
+        if tenant.is_suspended:
+            return self._resume(tenant, request)
         if tenant.where != _RESIDENT:
             return self._move(tenant, IN, int(request.takes_reserve), request)
         self._requests[request.device].remove(request)
@@ -309,12 +343,88 @@ class Pager:
         tenant.link.send(kind, argument)
         return True
 
+    # -- whole processes ----------------------------------------------------------------------------------------------
+
+    def _suspend_one(self, request: Request) -> bool:
+        """Begin to take a process that waits off the device; False: there is none, or it cannot be done here."""
+        way = self._suspension
+        if way is None or way.free_bytes(request.device) is None or request.num_tries > _MAX_TRIES:
+            return False
+        others = [
+            tenant for tenant in self._tenants.values()
+            if tenant.device == request.device and tenant.rank != request.rank and tenant.parked_as
+            and not tenant.is_suspended and not tenant.is_moving and way.kept_bytes(tenant.rank) > 0
+        ]  # fmt: skip
+        if not others:
+            return False
+        tenant = min(others, key=lambda one: (one.ready_as > 0, one.parked_as if not one.ready_as else -one.ready_as))
+        on_device = tenant.num_bytes if tenant.where == _RESIDENT else 0  # what stays goes along
+        tenant.kept_bytes = way.kept_bytes(tenant.rank) + on_device
+        if not self._room_in_host(tenant.kept_bytes):
+            self.why_not = "the host has no memory for it"
+            return False
+
+        def done(code: int) -> None:
+            if not self._settle(tenant):
+                return
+            if code:
+                self.why_not = f"the driver cannot suspend a process (error {code})"
+                self._suspension = None
+            else:
+                tenant.is_suspended = True
+                self.num_suspended += 1
+                self.out_bytes[_IN_HOST_MEMORY] += tenant.kept_bytes
+                request.missing_bytes -= tenant.kept_bytes
+            self._advance(tenant.device)
+
+        self._order(tenant, "out", done)
+        return True
+
+    def _resume(self, tenant: Tenant, request: Request) -> bool:
+        """A restoration that finds no room never ends: so look first."""
+        way = self._suspension
+        assert way is not None
+        free = way.free_bytes(tenant.device)
+        if free is not None and free < tenant.kept_bytes + _SLACK_BYTES:
+            request.missing_bytes = tenant.kept_bytes + _SLACK_BYTES - free
+            return True
+
+        def done(code: int) -> None:
+            if not self._settle(tenant):
+                return
+            if code:
+                error = (
+                    f"rank {tenant.rank}: its process cannot be brought back to the device (error {code} of the driver)"
+                )
+                self._fail(RunError(error, rank=tenant.rank, hint="record on more GPUs, or fewer ranks"))
+                return
+            tenant.is_suspended = False
+            self.out_bytes[_IN_HOST_MEMORY] -= tenant.kept_bytes
+            self._advance(tenant.device)
+
+        self._order(tenant, "in", done)
+        return True
+
+    def _order(self, tenant: Tenant, what: str, done: Callable[[int], None]) -> None:
+        assert self._suspension is not None
+        tenant.is_moving = True
+        self._busy[tenant.device] = tenant.rank
+        self._suspension.order(what, tenant.rank, done)
+
+    def _settle(self, tenant: Tenant) -> bool:
+        """Whether the rank is still there."""
+        tenant.is_moving = False
+        if self._tenants.get(tenant.rank) is not tenant:
+            return False
+        self._busy.pop(tenant.device, None)
+        return True
+
     def _victim(self, request: Request) -> Tenant | None:
         """Whose memory goes: of those that wait the one that parked first, then those that would run last."""
         others = [
             tenant for tenant in self._tenants.values()
             if tenant.device == request.device and tenant.rank != request.rank and tenant.link is not None
-            and tenant.where == _RESIDENT and tenant.num_bytes and not tenant.stays
+            and tenant.is_there and tenant.num_bytes and not tenant.stays
         ]  # fmt: skip
         waiting = [tenant for tenant in others if tenant.parked_as and not tenant.ready_as]
         if waiting:
@@ -332,15 +442,13 @@ class Pager:
     def _placed(self, tenant: Tenant) -> Tenant | None:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
         if self._room_in_host(tenant.num_bytes):
-            self._goes_to = _IN_HOST_MEMORY
+            tenant.goes_to = _IN_HOST_MEMORY
         elif self._has_disk():
-            self._goes_to = _ON_DISK
+            tenant.goes_to = _ON_DISK
         else:
             self.why_not = "the host has no memory for it"
             return None
         return tenant
-
-    _goes_to = _IN_HOST_MEMORY
 
     def _somebody_will_park(self, request: Request) -> bool:
         """Whether another rank of the device runs, or will without our doing: it parks sooner or later."""
@@ -350,7 +458,7 @@ class Pager:
                 continue
             if not tenant.parked_as and tenant.rank not in stuck:
                 return True
-            if tenant.ready_as and tenant.where == _RESIDENT and request.want is Want.RETURN:
+            if tenant.ready_as and tenant.is_there and request.want is Want.RETURN:
                 return time.monotonic_ns() - request.since_ns <= _PATIENCE_NS
         return False
 

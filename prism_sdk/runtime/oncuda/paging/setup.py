@@ -66,7 +66,10 @@ def plan_paging(
         limit, moves=can_move, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0,
         disk=None if disk is None else disk.absolute(),
     )  # fmt: skip
-    moves = MoveOptions(can_move=can_move, host_bytes=config.parked_memory_bytes, has_disk=disk is not None)
+    moves = MoveOptions(
+        can_move=can_move, host_bytes=config.parked_memory_bytes, has_disk=disk is not None,
+        visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+    )  # fmt: skip
     return PagingPlan(spec, library, moves)
 
 

@@ -33,7 +33,7 @@ class Checkpointer:
         self._buffer = b""
 
     def order(self, what: str, pid: int, then: Callable[[int], None]) -> socket.socket | None:
-        """Say `out` or `in` of a process; `then` gets 0 or the driver's error. Returns a new socket to watch, if any."""
+        """Say `out` or `in` of a process; `then` gets 0 or the driver's error. Returns a new socket to watch."""
         started = None
         if self._sock is None:
             ours, theirs = socket.socketpair()

@@ -17,7 +17,8 @@ from prism_sdk.runtime.gauges import DeviceGauge, host_memory
 from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, Ledger, gib
 from prism_sdk.runtime.oncuda.paging.links import IN, OUT, Link
-from prism_sdk.runtime.oncuda.paging.pager import Pager, Request, Suspension, Want
+from prism_sdk.runtime.oncuda.paging.pager import Pager
+from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension, Want
 
 __all__ = ["MoveOptions", "Residence"]
 

@@ -12,75 +12,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from enum import Enum
 
 from prism_sdk.errors import PrismError, RunError
 from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, OUT, ROOM, Link, Message
+from prism_sdk.runtime.oncuda.paging.tenants import (
+    IN_HOST_MEMORY,
+    ON_DISK,
+    RESIDENT,
+    Request,
+    Suspension,
+    Tenant,
+    Want,
+)  # fmt: skip
 
-__all__ = ["Pager", "Request", "Suspension", "Tenant", "Want"]
+__all__ = ["Pager"]
 
-_RESIDENT, _IN_HOST_MEMORY, _ON_DISK = 0, 1, 2
 _NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5
 _PATIENCE_NS = 1_000_000_000  # a rank that is out waits so long for others that could run without it
 _SLACK_BYTES = 1 << 28  # more than a restoration of a process needs beside what it had
 _MAX_TRIES = 64  # of one request, each with something moved away before
-
-
-class Want(Enum):
-    """What room is wanted for."""
-
-    ALLOCATE = "allocate"
-    RETURN = "return"
-    START = "start"
-
-
-@dataclass
-class Tenant:
-    """A rank's device memory, as far as the launcher knows."""
-
-    rank: int
-    device: int = 0
-    link: Link | None = None
-    num_bytes: int = 0  # that can be moved
-    where: int = _RESIDENT
-    goes_to: int = _IN_HOST_MEMORY  # where the next move takes it
-    is_moving: bool = False
-    is_suspended: bool = False  # the whole process is off the device, and what could not be moved with it
-    kept_bytes: int = 0  # of that process on the device, beside what can be moved
-    parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
-    ready_as: int = 0  # when it became ready to go on; 0: it waits
-    stays: bool = False  # its memory cannot be moved just now
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the rank could use its device at once."""
-        return self.where == _RESIDENT and not self.is_moving and not self.is_suspended
-
-
-@dataclass
-class Request:
-    """Somebody waits for room."""
-
-    rank: int
-    want: Want
-    device: int
-    missing_bytes: int
-    since_ns: int = field(default_factory=time.monotonic_ns)
-    num_tries: int = 0
-    takes_reserve: bool = False  # nothing else can be moved: what is kept free for others is used
-
-
-@dataclass(frozen=True)
-class Suspension:
-    """How whole processes leave a device: for what cannot be moved otherwise, and for their contexts."""
-
-    order: Callable[[str, int, Callable[[int], None]], None]
-    """Carries out `out` or `in` for a rank, and calls back with 0 or an error of the driver."""
-    kept_bytes: Callable[[int], int]
-    """What a rank has on its device beside what can be moved, context included."""
-    free_bytes: Callable[[int], int | None]
-    """What a device has free, asked of the machine; None: nobody can tell, and then nothing is suspended."""
 
 
 class Pager:
@@ -108,7 +58,7 @@ class Pager:
         self._moving_for: dict[int, Request] = {}  # device -> on whose behalf
         self._started: set[int] = set()  # ranks for which there is room to start
         self._counter = 0
-        self.out_bytes = {_IN_HOST_MEMORY: 0, _ON_DISK: 0}
+        self.out_bytes = {IN_HOST_MEMORY: 0, ON_DISK: 0}
         """What is away from the devices now."""
         self.num_moves = {OUT: 0, IN: 0}
         self.moved_bytes = {OUT: 0, IN: 0}
@@ -130,7 +80,7 @@ class Pager:
         """The rank says how much of its memory can be moved, and whether its threads forbid it for now."""
         tenant = self._tenant(rank)
         tenant.device, tenant.stays = device, stays
-        if tenant.where == _RESIDENT:
+        if tenant.where == RESIDENT:
             tenant.num_bytes = num_bytes
 
     def parked(self, rank: int) -> None:
@@ -158,7 +108,7 @@ class Pager:
         if tenant.where in self.out_bytes:
             self.out_bytes[tenant.where] -= tenant.num_bytes
         if tenant.is_suspended:
-            self.out_bytes[_IN_HOST_MEMORY] -= tenant.kept_bytes
+            self.out_bytes[IN_HOST_MEMORY] -= tenant.kept_bytes
         for device in list(self._requests):
             self._requests[device] = [request for request in self._requests[device] if request.rank != rank]
         if self._busy.get(tenant.device) == rank:
@@ -197,7 +147,7 @@ class Pager:
 
     def away_bytes(self, device: int) -> int:
         """What ranks of a device have elsewhere."""
-        return sum(t.num_bytes for t in list(self._tenants.values()) if t.device == device and t.where != _RESIDENT)
+        return sum(t.num_bytes for t in list(self._tenants.values()) if t.device == device and t.where != RESIDENT)
 
     def movable_bytes(self, rank: int) -> int:
         """What of a rank's memory can be moved, wherever it is."""
@@ -206,7 +156,7 @@ class Pager:
 
     def num_away(self) -> int:
         """Ranks whose memory is elsewhere."""
-        return sum(tenant.where != _RESIDENT or tenant.is_suspended for tenant in list(self._tenants.values()))
+        return sum(tenant.where != RESIDENT or tenant.is_suspended for tenant in list(self._tenants.values()))
 
     def tick(self) -> None:
         """Time has passed: requests that were patient may not be any more."""
@@ -219,7 +169,7 @@ class Pager:
         """The rank's thread for moves has said something."""
         tenant = self._tenant(rank)
         if message.kind == NEED:
-            if tenant.where == _RESIDENT:
+            if tenant.where == RESIDENT:
                 tenant.num_bytes = message.copy_ns
             self._queue(Request(rank, Want.ALLOCATE, tenant.device, message.num_bytes))
         elif message.kind == MOVED:
@@ -259,7 +209,7 @@ class Pager:
             self._fail(_broken(tenant.rank, message))
             return
         self.out_bytes[tenant.where] -= message.num_bytes
-        tenant.where = _RESIDENT
+        tenant.where = RESIDENT
         self._count(IN, message)
         if request is not None and request.want is Want.RETURN:
             waiting.remove(request)
@@ -302,13 +252,13 @@ class Pager:
             request.num_tries -= 1
             return False
         tenant = self._tenants.get(request.rank)
-        if tenant is not None and tenant.where != _RESIDENT and not request.takes_reserve and not tenant.is_suspended:
+        if tenant is not None and tenant.where != RESIDENT and not request.takes_reserve and not tenant.is_suspended:
             request.takes_reserve = True
             return self._move(tenant, IN, 1, request)
         if self._suspend_one(request):
             return True
         self._requests[request.device].remove(request)
-        if request.want is Want.ALLOCATE and tenant is not None and tenant.where == _RESIDENT:
+        if request.want is Want.ALLOCATE and tenant is not None and tenant.where == RESIDENT:
             assert tenant.link is not None
             tenant.link.send(ROOM, 0)  # the program gets its error
         else:
@@ -325,7 +275,7 @@ class Pager:
         assert tenant is not None
         if tenant.is_suspended:
             return self._resume(tenant, request)
-        if tenant.where != _RESIDENT:
+        if tenant.where != RESIDENT:
             return self._move(tenant, IN, int(request.takes_reserve), request)
         self._requests[request.device].remove(request)
         if request.want is Want.RETURN:
@@ -358,7 +308,7 @@ class Pager:
         if not others:
             return False
         tenant = min(others, key=lambda one: (one.ready_as > 0, one.parked_as if not one.ready_as else -one.ready_as))
-        on_device = tenant.num_bytes if tenant.where == _RESIDENT else 0  # what stays goes along
+        on_device = tenant.num_bytes if tenant.where == RESIDENT else 0  # what stays goes along
         tenant.kept_bytes = way.kept_bytes(tenant.rank) + on_device
         if not self._room_in_host(tenant.kept_bytes):
             self.why_not = "the host has no memory for it"
@@ -373,7 +323,7 @@ class Pager:
             else:
                 tenant.is_suspended = True
                 self.num_suspended += 1
-                self.out_bytes[_IN_HOST_MEMORY] += tenant.kept_bytes
+                self.out_bytes[IN_HOST_MEMORY] += tenant.kept_bytes
                 request.missing_bytes -= tenant.kept_bytes
             self._advance(tenant.device)
 
@@ -399,7 +349,7 @@ class Pager:
                 self._fail(RunError(error, rank=tenant.rank, hint="record on more GPUs, or fewer ranks"))
                 return
             tenant.is_suspended = False
-            self.out_bytes[_IN_HOST_MEMORY] -= tenant.kept_bytes
+            self.out_bytes[IN_HOST_MEMORY] -= tenant.kept_bytes
             self._advance(tenant.device)
 
         self._order(tenant, "in", done)
@@ -442,9 +392,9 @@ class Pager:
     def _placed(self, tenant: Tenant) -> Tenant | None:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
         if self._room_in_host(tenant.num_bytes):
-            tenant.goes_to = _IN_HOST_MEMORY
+            tenant.goes_to = IN_HOST_MEMORY
         elif self._has_disk():
-            tenant.goes_to = _ON_DISK
+            tenant.goes_to = ON_DISK
         else:
             self.why_not = "the host has no memory for it"
             return None

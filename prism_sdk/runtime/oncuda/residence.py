@@ -16,7 +16,7 @@ from prism_sdk.errors import PrismError
 from prism_sdk.runtime.gauges import DeviceGauge, host_memory
 from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, Ledger, gib
-from prism_sdk.runtime.oncuda.paging.links import IN, OUT, Link
+from prism_sdk.runtime.oncuda.paging.links import Link
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension, Want
 
@@ -223,14 +223,5 @@ class Residence:
 
     def report(self) -> str | None:
         """What was moved, in one line; None: nothing."""
-        pager = self.pager
-        if not pager.num_moves[OUT] and not pager.num_suspended:
-            return None
-        parts = [
-            f"{name} {pager.moved_bytes[kind] / 1e9:.1f} GB in {pager.num_moves[kind]} moves at "
-            f"{pager.moved_bytes[kind] / max(pager.moving_ns[kind], 1):.1f} GB/s"
-            for name, kind in (("out", OUT), ("back", IN))
-        ]
-        if pager.num_suspended:
-            parts.append(f"whole processes {pager.num_suspended} times")
-        return f"device memory of parked ranks: {', '.join(parts)}"
+        text = str(self.pager.tally)
+        return f"device memory of parked ranks: {text}" if text else None

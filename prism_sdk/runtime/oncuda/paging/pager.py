@@ -21,6 +21,7 @@ from prism_sdk.runtime.oncuda.paging.tenants import (
     RESIDENT,
     Request,
     Suspension,
+    Tally,
     Tenant,
     Want,
 )  # fmt: skip
@@ -60,13 +61,9 @@ class Pager:
         self._counter = 0
         self.out_bytes = {IN_HOST_MEMORY: 0, ON_DISK: 0}
         """What is away from the devices now."""
-        self.num_moves = {OUT: 0, IN: 0}
-        self.moved_bytes = {OUT: 0, IN: 0}
-        self.moving_ns = {OUT: 0, IN: 0}
-        self.copying_ns = {OUT: 0, IN: 0}
+        self.tally = Tally()
         self.why_not = ""
         self._suspension = suspension
-        self.num_suspended = 0
 
     # -- what ranks do ------------------------------------------------------------------------------------------------
 
@@ -195,7 +192,7 @@ class Pager:
             return  # there was nothing
         tenant.where = tenant.goes_to
         self.out_bytes[tenant.where] += message.num_bytes
-        self._count(OUT, message)
+        self.tally.add("out", message)
         self._moving_for[tenant.device].missing_bytes -= message.num_bytes
 
     def _came(self, tenant: Tenant, message: Message) -> None:
@@ -210,16 +207,10 @@ class Pager:
             return
         self.out_bytes[tenant.where] -= message.num_bytes
         tenant.where = RESIDENT
-        self._count(IN, message)
+        self.tally.add("back", message)
         if request is not None and request.want is Want.RETURN:
             waiting.remove(request)
             self._resumed()
-
-    def _count(self, kind: int, message: Message) -> None:
-        self.num_moves[kind] += 1
-        self.moved_bytes[kind] += message.num_bytes
-        self.moving_ns[kind] += message.total_ns
-        self.copying_ns[kind] += message.copy_ns
 
     # -- serving requests ---------------------------------------------------------------------------------------------
 
@@ -322,7 +313,7 @@ class Pager:
                 self._suspension = None
             else:
                 tenant.is_suspended = True
-                self.num_suspended += 1
+                self.tally.num_suspended += 1
                 self.out_bytes[IN_HOST_MEMORY] += tenant.kept_bytes
                 request.missing_bytes -= tenant.kept_bytes
             self._advance(tenant.device)

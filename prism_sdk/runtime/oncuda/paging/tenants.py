@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prism_sdk.runtime.oncuda.paging.links import Link
+from prism_sdk.runtime.oncuda.paging.links import Link, Message
 
-__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tenant", "Want"]
+__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tally", "Tenant", "Want"]
 
 RESIDENT, IN_HOST_MEMORY, ON_DISK = 0, 1, 2
 
@@ -71,3 +71,34 @@ class Suspension:
     """What a rank has on its device beside what can be moved, context included."""
     free_bytes: Callable[[int], int | None]
     """What a device has free, asked of the machine; None: nobody can tell, and then nothing is suspended."""
+
+
+@dataclass
+class Tally:
+    """How much was moved, and how fast."""
+
+    num_moves: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
+    moved_bytes: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
+    total_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
+    copy_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
+    num_suspended: int = 0
+
+    def add(self, way: str, message: Message) -> None:
+        """One more move, `out` or `back`."""
+        self.num_moves[way] += 1
+        self.moved_bytes[way] += message.num_bytes
+        self.total_ns[way] += message.total_ns
+        self.copy_ns[way] += message.copy_ns
+
+    def __str__(self) -> str:
+        """`out 84.0 GB in 7 moves at 40.1 GB/s, back ...`; empty where nothing was moved."""
+        parts = [
+            f"{way} {self.moved_bytes[way] / 1e9:.1f} GB in {number} moves at "
+            f"{self.moved_bytes[way] / max(self.total_ns[way], 1):.1f} GB/s "
+            f"(copies alone {self.moved_bytes[way] / max(self.copy_ns[way], 1):.1f})"
+            for way, number in self.num_moves.items()
+            if number
+        ]
+        if self.num_suspended:
+            parts.append(f"whole processes {self.num_suspended} times")
+        return ", ".join(parts)

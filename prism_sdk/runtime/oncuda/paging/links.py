@@ -10,9 +10,12 @@ import socket
 import struct
 from dataclasses import dataclass
 
-__all__ = ["IN", "Link", "MOVED", "Message", "NEED", "OUT", "ROOM"]
+from prism_sdk.errors import RunError
+
+__all__ = ["IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "ROOM"]
 
 OUT, IN, NEED, MOVED, ROOM = 1, 2, 3, 4, 5
+NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5  # how moves end: pages.h
 _MESSAGE = struct.Struct("=IIIIQQQ")
 
 
@@ -27,6 +30,23 @@ class Message:
     num_bytes: int = 0
     copy_ns: int = 0
     total_ns: int = 0
+
+    @property
+    def why_it_stays(self) -> str:
+        """Of a move away that could not begin: the reason; else empty."""
+        return {
+            _NO_HOST_MEMORY: "the host has no memory for it",
+            _NO_DISK: f"the disk has no room for it (error {self.code})",
+            _NOT_NOW: "threads of the program may use it",
+        }.get(self.status, "")
+
+    def error(self, rank: int) -> RunError:
+        """Of a move that broke."""
+        what = "moving its device memory away" if self.argument == OUT else "bringing its device memory back"
+        return RunError(
+            f"rank {rank}: {what} failed with error {self.code} (status {self.status})", rank=rank,
+            hint="an error of the program's own on the device shows here first; else record with --parked-memory 0",
+        )  # fmt: skip
 
 
 class Link:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from prism_sdk.errors import PrismError, RunError
-from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, OUT, ROOM, Link, Message
+from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, NO_DEVICE_MEMORY, OUT, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.tenants import (
     IN_HOST_MEMORY,
     ON_DISK,
@@ -28,7 +28,6 @@ from prism_sdk.runtime.oncuda.paging.tenants import (
 
 __all__ = ["Pager"]
 
-_NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5
 _PATIENCE_NS = 1_000_000_000  # a rank that is out waits so long for others that could run without it
 _SLACK_BYTES = 1 << 28  # more than a restoration of a process needs beside what it had
 _MAX_TRIES = 64  # of one request, each with something moved away before
@@ -176,16 +175,11 @@ class Pager:
             self._advance(tenant.device)
 
     def _left(self, tenant: Tenant, message: Message) -> None:
-        if message.status in (_NO_HOST_MEMORY, _NO_DISK, _NOT_NOW):
-            tenant.stays = True
-            self.why_not = {
-                _NO_HOST_MEMORY: "the host has no memory for it",
-                _NO_DISK: f"the disk has no room for it (error {message.code})",
-                _NOT_NOW: "threads of the program may use it",
-            }[message.status]
+        if why := message.why_it_stays:
+            tenant.stays, self.why_not = True, why
             return
         if message.status:
-            self._fail(_broken(tenant.rank, message))
+            self._fail(message.error(tenant.rank))
             return
         tenant.num_bytes = message.num_bytes
         if not message.num_bytes:
@@ -198,12 +192,12 @@ class Pager:
     def _came(self, tenant: Tenant, message: Message) -> None:
         waiting = self._requests.get(tenant.device, [])
         request = next((request for request in waiting if request.rank == tenant.rank), None)
-        if message.status == _NO_DEVICE_MEMORY:
+        if message.status == NO_DEVICE_MEMORY:
             if request is not None:
                 request.missing_bytes = message.num_bytes
             return
         if message.status:
-            self._fail(_broken(tenant.rank, message))
+            self._fail(message.error(tenant.rank))
             return
         self.out_bytes[tenant.where] -= message.num_bytes
         tenant.where = RESIDENT
@@ -402,11 +396,3 @@ class Pager:
             if tenant.ready_as and tenant.is_there and request.want is Want.RETURN:
                 return time.monotonic_ns() - request.since_ns <= _PATIENCE_NS
         return False
-
-
-def _broken(rank: int, message: Message) -> RunError:
-    what = "moving its device memory away" if message.argument == OUT else "bringing its device memory back"
-    return RunError(
-        f"rank {rank}: {what} failed with error {message.code} (status {message.status})", rank=rank,
-        hint="an error of the program's own on the device shows here first; else record with --parked-memory 0",
-    )  # fmt: skip

@@ -102,6 +102,16 @@ int cuCtxSetCurrent(void *context) { return current = context, 0; }
 int cuCtxGetDevice(int *number) { return *number = 0; }
 int cuCtxSynchronize(void) { return 0; }
 
+/* A process is locked, out, back, unlocked; process 1 cannot be locked. */
+static int stage;
+static int pass(int from, int to) { return stage == from ? stage = to, 0 : 401; }
+int cuCheckpointProcessLock(int pid, const void *arguments) {
+    return *(const unsigned *)arguments ? pid == 1 ? 801 : pass(0, 1) : 1;
+}
+int cuCheckpointProcessCheckpoint(int pid, void *arguments) { return pid && arguments ? pass(1, 2) : 1; }
+int cuCheckpointProcessRestore(int pid, void *arguments) { return pid && arguments ? pass(2, 3) : 1; }
+int cuCheckpointProcessUnlock(int pid, void *arguments) { return pid && arguments ? pass(3, 0) : 1; }
+
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) {
     *total = device()[1], *free_bytes = *total - device()[0];
     return 0;

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from prism_sdk.errors import UnsupportedError
+from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.paging import build
 
 HERE = Path(__file__).parent
@@ -88,6 +89,27 @@ def test_a_parked_rank_that_dies_is_named(driver: Path, tmp_path: Path) -> None:
     options = ("--nproc-per-node", "4", "--slots", "1", "--device-memory", "100MiB")
     code, _, err = record(driver, tmp_path, "4", "3", "--dies", device_mib=100, options=options)
     assert code == 1 and "rank 1 was killed by SIGKILL" in err, err
+
+
+def test_the_helper_takes_processes_off_and_puts_them_back(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(driver))
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+    helper, codes = Checkpointer(), []
+    sock = helper.order("out", 7, codes.append)
+    assert sock is not None and helper.order("in", 7, codes.append) is None
+    helper.order("out", 1, codes.append)
+    while len(codes) < 3:
+        helper.hear()
+    assert codes == [0, 0, 801]
+    helper.order("out", 7, codes.append)
+    helper.order("in", 7, codes.append)
+    assert helper._process is not None
+    helper._process.kill()
+    while len(codes) < 5:
+        helper.hear()
+    assert codes[3:] in ([0, 0], [0, -1], [-1, -1]) and helper.sock in (sock, None)
+    helper.close()
+    assert helper.sock is None
 
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from prism_sdk.errors import PrismError, RunError
 from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.pager import Pager
-from prism_sdk.runtime.oncuda.paging.tenants import Request
+from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension
 
 
 class FakeLink(Link):
@@ -245,6 +246,63 @@ def test_a_context_gets_room_before_a_rank_starts() -> None:
     machine.obey()
     assert machine.pager.may_start(1, 0, 5) and machine.moves == [("out", 0)] and machine.num_resumed == 1
     assert machine.pager.may_start(2, 0, 0)
+
+
+class Processes:
+    """Whole processes that leave: each has so much beside its pages."""
+
+    def __init__(self, machine: Machine, kept: int, *, error: int = 0) -> None:
+        self.machine, self.kept, self.error, self.orders = machine, kept, error, deque[tuple[str, int]]()
+        self.on_device: set[int] = set()
+        machine.pager._suspension = Suspension(self.order, self.kept_bytes, self.free)
+
+    def kept_bytes(self, rank: int) -> int:
+        return self.kept if rank in self.on_device else 0
+
+    def free(self, device: int) -> int:
+        return self.machine.free
+
+    def start(self, rank: int) -> None:
+        self.machine.capacity -= self.kept
+        self.on_device.add(rank)
+        self.machine.start(rank)
+
+    def order(self, what: str, rank: int, done: Callable[[int], None]) -> None:
+        self.orders.append((what, rank))
+        if not self.error:
+            self.machine.capacity += self.kept if what == "out" else -self.kept
+            assert self.machine.free >= 0, "a restoration without room never ends"
+            (self.on_device.discard if what == "out" else self.on_device.add)(rank)
+        done(self.error)
+
+
+def test_a_whole_process_leaves_where_no_pages_are_left() -> None:
+    machine = Machine(100)
+    processes = Processes(machine, 10)
+    for rank in range(3):
+        processes.start(rank)
+        assert machine.allocate(rank, 50)
+        machine.park(rank)
+    assert not processes.orders and machine.pager.tally.num_suspended == 0
+    processes.start(3)
+    assert machine.allocate(3, 70)  # 60 beside four contexts
+    assert processes.orders == deque([("out", 0)]) and not machine.pager.is_in(0)
+    assert machine.pager.out_bytes[1] == 150 + 10
+    machine.park(3)
+    machine.pager.ready(0)
+    assert machine.bring(0)
+    assert machine.pager.tally.num_suspended == 1 and machine.pager.out_bytes[1] == 50 + 50 + 70
+
+
+def test_a_driver_that_cannot_is_asked_once() -> None:
+    machine = Machine(100)
+    processes = Processes(machine, 10, error=801)
+    for rank in range(3):
+        processes.start(rank)
+        machine.park(rank)
+    processes.start(3)
+    assert not machine.allocate(3, 70)
+    assert len(processes.orders) == 1 and "801" in machine.pager.why_not
 
 
 @settings(max_examples=60, deadline=None)

@@ -319,9 +319,9 @@ class Pager:
         """A restoration that finds no room never ends: so look first."""
         way = self._suspension
         assert way is not None
-        free = way.free_bytes(tenant.device)
-        if free is not None and free < tenant.kept_bytes + _SLACK_BYTES:
-            request.missing_bytes = tenant.kept_bytes + _SLACK_BYTES - free
+        free, needed = way.free_bytes(tenant.device), tenant.kept_bytes + min(tenant.kept_bytes, _SLACK_BYTES)
+        if free is not None and free < needed:
+            request.missing_bytes = needed - free
             return True
 
         def done(code: int) -> None:

@@ -86,12 +86,12 @@ class _LockArguments(ctypes.Structure):
 
 def main(fd: int) -> int:
     """The helper: one line an order, one line an answer, until the launcher closes the connection."""
-    with socket.socket(fileno=fd) as sock, sock.makefile("rw") as stream:
+    with socket.socket(fileno=fd) as sock, sock.makefile("r") as orders:
         driver = _driver()
-        for line in stream:
+        for line in orders:
             what, pid = line.split()
-            stream.write(f"{_NO_DRIVER if driver is None else _carry_out(driver, what, int(pid))}\n")
-            stream.flush()
+            code = _NO_DRIVER if driver is None else _carry_out(driver, what, int(pid))
+            sock.sendall(f"{code}\n".encode())
     return 0
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.errors import PrismError, RunError
+from prism_sdk.cli.parsing import parse_size
+from prism_sdk.errors import PrismError, RunError, UnsupportedError, UsageError
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.oncuda.paging import setup
 from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension
+from prism_sdk.runtime.oncuda.residence import MoveOptions
 
 
 class FakeLink(Link):
@@ -342,3 +348,55 @@ def test_messages_that_arrive_in_pieces_are_put_together(cut: int) -> None:
     link._buffer += raw[cut:]
     found = first + link.whole()
     assert found == [Message(kind, num_bytes=7, copy_ns=8, total_ns=9) for kind in (NEED, MOVED)]
+
+
+# -- what a launch asks for -------------------------------------------------------------------------------------------
+
+
+def config(tmp_path: Path, **more: Any) -> LaunchConfig:
+    return LaunchConfig(**{"mode": LaunchMode.RECORD, "target": "train.py", "output": tmp_path / "o.prism", **more})
+
+
+def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    def plan(devices: int, environ: dict[str, str] | None = None, **more: Any) -> setup.PagingPlan:
+        monkeypatch.setattr(setup.glob, "glob", lambda _pattern: ["/dev/nvidia0"] * devices)
+        return setup.plan_paging(config(tmp_path, **more), num_ranks=2, environ=environ or {}, report=said.append)
+
+    monkeypatch.setattr(setup, "compiled_library", lambda: tmp_path / "pages.so")
+    assert plan(0) == setup.PagingPlan()  # no GPU, nothing asked for
+    assert plan(2, device="cpu") == setup.PagingPlan()
+    assert plan(2, parked_memory_bytes=0) == setup.PagingPlan()
+    found = plan(2, {"CUDA_VISIBLE_DEVICES": "1"}, parked_memory_bytes=5)
+    assert found.spec is not None and found.spec.moves and not found.spec.is_alone and found.library is not None
+    assert found.moves == MoveOptions(can_move=True, host_bytes=5, visible_devices="1")
+    found = plan(2, mode=LaunchMode.OBSERVE, device_memory_bytes=80 << 30)
+    assert found.spec is not None and (found.spec.limit_bytes, found.spec.moves) == (80 << 30, False)
+    assert found.spec.is_alone and not found.moves.can_move
+    with pytest.raises(UsageError, match="limits GPUs"):
+        plan(2, device="cpu", device_memory_bytes=1)
+    with pytest.raises(UsageError, match="no such folder"):
+        plan(2, parked_disk=tmp_path / "nowhere")
+    assert not said
+
+    def cannot() -> Path:
+        raise UnsupportedError("moving device memory without a C compiler")
+
+    monkeypatch.setattr(setup, "compiled_library", cannot)
+    assert plan(2) == setup.PagingPlan() and "stays on the GPU" in said[0]
+    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=1 << 30)
+    assert found.spec is not None and not found.spec.has_library and found.library is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 << 30), ("1.5 gb", 1_500_000_000), ("512MiB", 512 << 20), ("0", 0), ("7B", 7)]
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 gigabytes", "-1", "1e9", "80GiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)

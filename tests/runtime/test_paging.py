@@ -49,7 +49,7 @@ class Machine:
         self.num_resumed = 0
         self.pager = Pager(
             fail=self.fail, resumed=self.resumed, refused=self.refused, has_disk=lambda: disk,
-            room_in_host=lambda num: sum(self.away.values()) + num <= self.host,
+            room_in_host=lambda: self.host - self.pager.host_bytes,
         )  # fmt: skip
 
     def fail(self, error: PrismError) -> None:

@@ -71,7 +71,7 @@ class Residence:
         self._links: dict[int, Link] = {}
         self.pager = Pager(
             fail=lambda error: self._host().fail(error), resumed=self._may_go_on, refused=self._error,
-            room_in_host=self._has_room, has_disk=lambda: self._options().has_disk,
+            room_in_host=self._room_in_host, has_disk=lambda: self._options().has_disk,
             suspension=Suspension(self._order, self._kept_bytes, self._free_bytes),
         )  # fmt: skip
 
@@ -193,15 +193,15 @@ class Residence:
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    def _has_room(self, num_bytes: int) -> bool:
+    def _room_in_host(self) -> int:
         budget = self._options().host_bytes
         if budget is not None:
-            return self.pager.out_bytes[1] + num_bytes <= budget
+            return budget - self.pager.host_bytes
         memory = host_memory()
         if memory is None:
-            return True
-        left = memory.total_bytes - memory.used_bytes - num_bytes
-        return left >= max(_LEFT_FREE_BYTES, int(memory.total_bytes * _LEFT_FREE_SHARE))
+            return 1 << 62
+        left_free = max(_LEFT_FREE_BYTES, int(memory.total_bytes * _LEFT_FREE_SHARE))
+        return memory.total_bytes - memory.used_bytes - left_free
 
     def _error(self, request: Request, why_not: str) -> PrismError:
         holders = self._ledger.ranks_on(request.device)

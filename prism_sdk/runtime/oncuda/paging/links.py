@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from prism_sdk.errors import RunError
 
-__all__ = ["IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "ROOM"]
+__all__ = ["DROP", "IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "ROOM"]
 
-OUT, IN, NEED, MOVED, ROOM = 1, 2, 3, 4, 5
+OUT, IN, NEED, MOVED, ROOM, DROP = 1, 2, 3, 4, 5, 6
 NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5  # how moves end: pages.h
 _MESSAGE = struct.Struct("=IIIIQQQ")
 

@@ -37,7 +37,7 @@ static int num_stages;
 typedef struct {
     Chunk *chunks;
     size_t num_chunks;
-    atomic_size_t next;
+    atomic_size_t next, num_backed; /* num_backed: chunks whose addresses have memory */
     atomic_int failed, code; /* a status of a move; the driver's or the system's code */
     int is_out;
 } Job;
@@ -62,9 +62,22 @@ static int prepare_stages(int num) {
     return num_stages < num ? num_stages : num;
 }
 
+#if defined(PRISM_STREAM) && defined(__SSE2__)
+#include <emmintrin.h>
+static void copy_past_caches(unsigned char *to, const unsigned char *from, size_t size) {
+    for (; size >= 64; to += 64, from += 64, size -= 64)
+        for (int i = 0; i < 64; i += 16)
+            _mm_stream_si128((__m128i *)(to + i), _mm_load_si128((const __m128i *)(from + i)));
+    _mm_sfence();
+    memcpy(to, from, size);
+}
+#else
+static void copy_past_caches(unsigned char *to, const unsigned char *from, size_t size) { memcpy(to, from, size); }
+#endif
+
 static int store(size_t offset, const unsigned char *from, size_t size) {
-    if (state.image) {
-        memcpy(state.image + offset, from, size);
+    if (state.goes_to != ON_DISK) {
+        copy_past_caches(state.image + offset, from, size);
         return 0;
     }
     while (size) {
@@ -77,7 +90,7 @@ static int store(size_t offset, const unsigned char *from, size_t size) {
 }
 
 static int fetch(size_t offset, unsigned char *to, size_t size) {
-    if (state.image) {
+    if (state.goes_to != ON_DISK) {
         memcpy(to, state.image + offset, size);
         return 0;
     }
@@ -114,6 +127,8 @@ static void carry_in(Job *job, Stage *stage) {
         Chunk *chunk = job->chunks + index;
         if ((code = driver.cuStreamSynchronize(stage->streams[turn]))) fail(job, DRIVER_ERROR, code);
         if ((code = fetch(chunk->offset, stage->buffers[turn], chunk->size))) fail(job, NO_DISK, code);
+        while (atomic_load(&job->num_backed) <= index && !job->failed) sched_yield();
+        if (job->failed) break;
         code = driver.cuMemcpyHtoDAsync(chunk->address, stage->buffers[turn], chunk->size, stage->streams[turn]);
         if (code) fail(job, DRIVER_ERROR, code);
         turn = !turn;
@@ -136,16 +151,23 @@ static void *work(void *data) {
     return NULL;
 }
 
-static void run(Job *job, int num_workers) {
+typedef struct {
     pthread_t threads[MAX_WORKERS];
     Task tasks[MAX_WORKERS];
-    int num_started = 0;
-    for (; num_started < num_workers; num_started++) {
-        tasks[num_started] = (Task){job, stages + num_started};
-        if (pthread_create(threads + num_started, NULL, work, tasks + num_started)) break;
+    int num_started;
+} Team;
+
+static void begin(Team *team, Job *job, int num_workers) {
+    for (team->num_started = 0; team->num_started < num_workers; team->num_started++) {
+        Task *task = team->tasks + team->num_started;
+        *task = (Task){job, stages + team->num_started};
+        if (pthread_create(team->threads + team->num_started, NULL, work, task)) break;
     }
-    if (!num_started) work(&(Task){job, stages});
-    for (int i = 0; i < num_started; i++) pthread_join(threads[i], NULL);
+}
+
+static void finish(Team *team, Job *job) {
+    if (!team->num_started) work(&(Task){job, stages}); /* no thread to be had */
+    for (int i = 0; i < team->num_started; i++) pthread_join(team->threads[i], NULL);
 }
 
 /* The movable pages in chunks; NULL without memory for the list. */
@@ -165,31 +187,30 @@ static Chunk *chunks_of_pages(size_t *num) {
 }
 
 static int make_image(int where, size_t num_bytes) {
-    state.image = NULL;
-    state.image_bytes = num_bytes;
     if (where == ON_DISK) {
         if (state.disk_fd < 0) return EBADF;
         int code = posix_fallocate(state.disk_fd, 0, (off_t)num_bytes); /* a full disk is found out now */
         if (code) (void)!ftruncate(state.disk_fd, 0);
         return code;
     }
-    state.mapping_bytes = num_bytes + HUGE_PAGE;
-    state.image_mapping = mmap(NULL, state.mapping_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (state.image_mapping == MAP_FAILED) return ENOMEM;
-    uintptr_t start = ((uintptr_t)state.image_mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    if (state.image && state.mapping_bytes >= num_bytes + HUGE_PAGE) return 0;
+    drop_image();
+    size_t size = num_bytes + HUGE_PAGE;
+    void *mapping = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapping == MAP_FAILED) return ENOMEM;
+    uintptr_t start = ((uintptr_t)mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     state.image = (unsigned char *)start;
-    madvise(state.image, num_bytes, MADV_HUGEPAGE);
-    madvise(state.image, num_bytes, MADV_DONTFORK);
+    state.image_mapping = mapping;
+    state.mapping_bytes = size;
+    madvise(mapping, size, MADV_HUGEPAGE);
+    madvise(mapping, size, MADV_DONTFORK);
     return 0;
 }
 
-static void drop_image(void) {
-    if (state.image)
-        munmap(state.image_mapping, state.mapping_bytes);
-    else if (state.disk_fd >= 0)
-        (void)!ftruncate(state.disk_fd, 0);
+/* Give the host its memory back; only while nothing is in it. */
+void drop_image(void) {
+    if (state.image) munmap(state.image_mapping, state.mapping_bytes);
     state.image = NULL;
-    state.image_bytes = 0;
 }
 
 static void move_out_locked(int where, Moved *moved) {
@@ -212,12 +233,15 @@ static void move_out_locked(int where, Moved *moved) {
         return;
     }
     uint64_t started = now_ns();
-    run(&job, num_workers);
+    state.goes_to = where;
+    Team team;
+    begin(&team, &job, num_workers);
+    finish(&team, &job);
     moved->copy_ns = now_ns() - started;
     free(job.chunks);
-    if ((moved->status = (uint32_t)job.failed)) {
+    if ((moved->status = (uint32_t)job.failed)) { /* the pages are still there */
         moved->code = (uint32_t)job.code;
-        drop_image(); /* the pages are still there */
+        if (where == ON_DISK) (void)!ftruncate(state.disk_fd, 0);
         return;
     }
     for (size_t i = 0; i < state.num_pages; i++)
@@ -235,32 +259,41 @@ static void move_in_locked(int into_reserve, Moved *moved) {
         moved->num_bytes = wanted - free_bytes;
         return;
     }
-    size_t backed = 0;
-    CUresult code = 0;
-    for (; backed < state.num_pages; backed++)
-        if (state.pages[backed].movable && (code = back_page(state.pages + backed))) break;
     Job job = {.is_out = 0};
-    job.chunks = code ? NULL : chunks_of_pages(&job.num_chunks);
+    job.chunks = chunks_of_pages(&job.num_chunks);
     if (!job.chunks) {
-        size_t missing = 0;
-        for (size_t i = backed; i < state.num_pages; i++)
-            if (state.pages[i].movable) missing += state.pages[i].size;
-        for (size_t i = 0; i < backed; i++)
-            if (state.pages[i].movable) unback_page(state.pages + i);
-        moved->status = !code ? NO_HOST_MEMORY : code == CUDA_OUT_OF_MEMORY ? NO_DEVICE_MEMORY : DRIVER_ERROR;
-        moved->code = (uint32_t)code;
-        moved->num_bytes = missing;
+        moved->status = NO_HOST_MEMORY;
         return;
     }
     uint64_t started = now_ns();
-    run(&job, num_stages < state.num_workers ? num_stages : state.num_workers);
+    Team team; /* copies while pages are still being mapped */
+    begin(&team, &job, num_stages < state.num_workers ? num_stages : state.num_workers);
+    size_t backed = 0, num_chunks = 0;
+    for (; backed < state.num_pages; backed++) {
+        Page *page = state.pages + backed;
+        if (!page->movable) continue;
+        CUresult code = back_page(page);
+        if (code) {
+            fail(&job, code == CUDA_OUT_OF_MEMORY ? NO_DEVICE_MEMORY : DRIVER_ERROR, code);
+            break;
+        }
+        num_chunks += (page->size + CHUNK - 1) / CHUNK;
+        atomic_store(&job.num_backed, num_chunks);
+    }
+    finish(&team, &job);
     moved->copy_ns = now_ns() - started;
     free(job.chunks);
     moved->status = (uint32_t)job.failed;
     moved->code = (uint32_t)job.code;
-    if (job.failed) return; /* the program cannot go on: its memory is not what it was */
+    if (job.failed) { /* what is out is still whole: it may be tried again */
+        for (size_t i = 0; i < backed; i++)
+            if (state.pages[i].movable) unback_page(state.pages + i);
+        for (size_t i = backed; i < state.num_pages; i++)
+            if (state.pages[i].movable) moved->num_bytes += state.pages[i].size;
+        return;
+    }
     moved->num_bytes = state.movable_bytes;
-    drop_image();
+    if (state.where == ON_DISK) (void)!ftruncate(state.disk_fd, 0);
     state.where = RESIDENT;
     pthread_cond_broadcast(&state.came_back);
 }

@@ -24,6 +24,7 @@ from prism_sdk.runtime.oncuda.paging.tenants import (
     Tally,
     Tenant,
     Want,
+    give_back,
 )  # fmt: skip
 
 __all__ = ["Pager"]
@@ -38,7 +39,7 @@ class Pager:
 
     def __init__(
         self, *, fail: Callable[[PrismError], None], resumed: Callable[[], None],
-        refused: Callable[[Request, str], PrismError], room_in_host: Callable[[int], bool],
+        refused: Callable[[Request, str], PrismError], room_in_host: Callable[[], int],
         has_disk: Callable[[], bool] = lambda: False, suspension: Suspension | None = None,
     ) -> None:  # fmt: skip
         """
@@ -46,7 +47,7 @@ class Pager:
             fail: ends the launch.
             resumed: called when a rank has come back or may start: somebody can run now.
             refused: the error for a request that cannot be served; told why nothing more could be moved.
-            room_in_host: whether the host has room for so many bytes more, given what is parked there already.
+            room_in_host: how many bytes more the host has room for.
             has_disk: whether memory may go to disk where the host has no room.
             suspension: takes whole processes off, once no pages are left to move; absent: nothing does.
         """
@@ -186,6 +187,7 @@ class Pager:
             return  # there was nothing
         tenant.where = tenant.goes_to
         self.out_bytes[tenant.where] += message.num_bytes
+        tenant.warm_bytes = 0 if tenant.where == IN_HOST_MEMORY else tenant.warm_bytes
         self.tally.add("out", message)
         self._moving_for[tenant.device].missing_bytes -= message.num_bytes
 
@@ -200,6 +202,7 @@ class Pager:
             self._fail(message.error(tenant.rank))
             return
         self.out_bytes[tenant.where] -= message.num_bytes
+        tenant.warm_bytes = message.num_bytes if tenant.where == IN_HOST_MEMORY else tenant.warm_bytes
         tenant.where = RESIDENT
         self.tally.add("back", message)
         if request is not None and request.want is Want.RETURN:
@@ -295,7 +298,7 @@ class Pager:
         tenant = min(others, key=lambda one: (one.ready_as > 0, one.parked_as if not one.ready_as else -one.ready_as))
         on_device = tenant.num_bytes if tenant.where == RESIDENT else 0  # what stays goes along
         tenant.kept_bytes = way.kept_bytes(tenant.rank) + on_device
-        if not self._room_in_host(tenant.kept_bytes):
+        if not self._make_room_in_host(tenant.kept_bytes):
             self.why_not = "the host has no memory for it"
             return False
 
@@ -376,7 +379,7 @@ class Pager:
 
     def _placed(self, tenant: Tenant) -> Tenant | None:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
-        if self._room_in_host(tenant.num_bytes):
+        if self._make_room_in_host(tenant.num_bytes - tenant.warm_bytes, spared=tenant):
             tenant.goes_to = IN_HOST_MEMORY
         elif self._has_disk():
             tenant.goes_to = ON_DISK
@@ -384,6 +387,14 @@ class Pager:
             self.why_not = "the host has no memory for it"
             return None
         return tenant
+
+    def _make_room_in_host(self, num_bytes: int, *, spared: Tenant | None = None) -> bool:
+        return give_back(self._tenants.values(), num_bytes, room_bytes=self._room_in_host(), spared=spared)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is taken: by what is away, and kept for the next time."""
+        return self.out_bytes[IN_HOST_MEMORY] + sum(tenant.warm_bytes for tenant in list(self._tenants.values()))
 
     def _somebody_will_park(self, request: Request) -> bool:
         """Whether another rank of the device runs, or will without our doing: it parks sooner or later."""

@@ -106,7 +106,7 @@ typedef struct {
     pthread_cond_t came_back;  /* where became RESIDENT */
     Page *pages;
     size_t num_pages, capacity;
-    int where;
+    int where, goes_to; /* goes_to: of the move under way, or the last */
     size_t movable_bytes, fixed_bytes;
     CUcontext context; /* of the program's first allocation; those in others are left to the runtime */
     CUdevice device;
@@ -116,9 +116,9 @@ typedef struct {
     int is_open, holds_still, is_left; /* is_left: nobody will bring back what is out */
     int disk_fd, socket_fd;
     int num_workers;
-    unsigned char *image; /* what is out, one page after the other; NULL: on disk */
+    unsigned char *image; /* for what is out, one page after the other; kept for the next time; NULL: none */
     void *image_mapping;
-    size_t image_bytes, mapping_bytes;
+    size_t mapping_bytes;
 } State;
 
 extern State state;
@@ -130,6 +130,7 @@ void unback_page(Page *page);
 uint64_t now_ns(void);
 
 void move_out(int where, Moved *moved);
+void drop_image(void);
 void move_in(int into_reserve, Moved *moved); /* into_reserve: also where less is free then than is to be left free */
 
 int start_service(void);

@@ -10,8 +10,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* OUT, IN and ROOM come from the launcher, NEED and MOVED go to it. */
-enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5 };
+/* OUT, IN, ROOM and DROP (the host memory that is kept for the next move) come from the launcher, NEED and MOVED go to it. */
+enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5, DROP = 6 };
 
 typedef struct {
     uint32_t kind, argument; /* OUT: where to; IN: 1 into the reserve; ROOM: 1: try again */
@@ -58,6 +58,12 @@ static void *serve(void *unused) {
     while (transfer(0, &message)) {
         if (message.kind == ROOM) {
             tell_room(message.argument == 1);
+            continue;
+        }
+        if (message.kind == DROP) {
+            pthread_mutex_lock(&state.lock);
+            if (state.where != IN_HOST_MEMORY) drop_image();
+            pthread_mutex_unlock(&state.lock);
             continue;
         }
         Message reply = {MOVED, message.kind, {0}};

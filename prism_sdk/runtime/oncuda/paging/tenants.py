@@ -6,13 +6,13 @@ Values only: pager.py decides.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prism_sdk.runtime.oncuda.paging.links import Link, Message
+from prism_sdk.runtime.oncuda.paging.links import DROP, Link, Message
 
-__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tally", "Tenant", "Want"]
+__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tally", "Tenant", "Want", "give_back"]
 
 RESIDENT, IN_HOST_MEMORY, ON_DISK = 0, 1, 2
 
@@ -37,6 +37,7 @@ class Tenant:
     goes_to: int = IN_HOST_MEMORY  # where the next move takes it
     is_moving: bool = False
     is_suspended: bool = False  # the whole process is off the device, and what could not be moved with it
+    warm_bytes: int = 0  # host memory that it keeps for the next time it leaves
     kept_bytes: int = 0  # of that process on the device, beside what can be moved
     parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
     ready_as: int = 0  # when it became ready to go on; 0: it waits
@@ -71,6 +72,17 @@ class Suspension:
     """What a rank has on its device beside what can be moved, context included."""
     free_bytes: Callable[[int], int | None]
     """What a device has free, asked of the machine; None: nobody can tell, and then nothing is suspended."""
+
+
+def give_back(tenants: Iterable[Tenant], num_bytes: int, *, room_bytes: int, spared: Tenant | None) -> bool:
+    """Whether the host has room, once others have given back what they keep for the next time they leave."""
+    for tenant in sorted(tenants, key=lambda one: -one.parked_as):  # who parked last leaves last
+        if num_bytes <= room_bytes:
+            break
+        if tenant.warm_bytes and tenant is not spared and tenant.link is not None:
+            tenant.link.send(DROP)
+            room_bytes, tenant.warm_bytes = room_bytes + tenant.warm_bytes, 0
+    return num_bytes <= room_bytes
 
 
 @dataclass

@@ -42,14 +42,10 @@ class Pager:
         refused: Callable[[Request, str], PrismError], room_in_host: Callable[[], int],
         has_disk: Callable[[], bool] = lambda: False, suspension: Suspension | None = None,
     ) -> None:  # fmt: skip
-        """
-        Args:
-            fail: ends the launch.
-            resumed: called when a rank has come back or may start: somebody can run now.
-            refused: the error for a request that cannot be served; told why nothing more could be moved.
-            room_in_host: how many bytes more the host has room for.
-            has_disk: whether memory may go to disk where the host has no room.
-            suspension: takes whole processes off, once no pages are left to move; absent: nothing does.
+        """`fail` ends the launch, with what `refused` makes of a request and of why nothing more could be moved.
+
+        `resumed` is called when somebody can run now, `room_in_host` says how many bytes more the host has room for,
+        `has_disk` whether there is one beside; `suspension` takes whole processes off, once no pages are left to move.
         """
         self._fail, self._resumed, self._refused = fail, resumed, refused
         self._room_in_host, self._has_disk = room_in_host, has_disk
@@ -293,13 +289,12 @@ class Pager:
             if tenant.device == request.device and tenant.rank != request.rank and tenant.parked_as
             and not tenant.is_suspended and not tenant.is_moving and way.kept_bytes(tenant.rank) > 0
         ]  # fmt: skip
-        if not others:
+        tenant = min(others, key=lambda one: (one.ready_as > 0, one.parked_as), default=None)
+        if tenant is None:
             return False
-        tenant = min(others, key=lambda one: (one.ready_as > 0, one.parked_as if not one.ready_as else -one.ready_as))
         on_device = tenant.num_bytes if tenant.where == RESIDENT else 0  # what stays goes along
         tenant.kept_bytes = way.kept_bytes(tenant.rank) + on_device
         if not self._make_room_in_host(tenant.kept_bytes):
-            self.why_not = "the host has no memory for it"
             return False
 
         def done(code: int) -> None:
@@ -331,10 +326,8 @@ class Pager:
             if not self._settle(tenant):
                 return
             if code:
-                error = (
-                    f"rank {tenant.rank}: its process cannot be brought back to the device (error {code} of the driver)"
-                )
-                self._fail(RunError(error, rank=tenant.rank, hint="record on more GPUs, or fewer ranks"))
+                text = f"rank {tenant.rank}: its process cannot be brought back to the device (driver's error {code})"
+                self._fail(RunError(text, rank=tenant.rank, hint="record on more GPUs, or fewer ranks"))
                 return
             tenant.is_suspended = False
             self.out_bytes[IN_HOST_MEMORY] -= tenant.kept_bytes
@@ -352,10 +345,8 @@ class Pager:
     def _settle(self, tenant: Tenant) -> bool:
         """Whether the rank is still there."""
         tenant.is_moving = False
-        if self._tenants.get(tenant.rank) is not tenant:
-            return False
-        self._busy.pop(tenant.device, None)
-        return True
+        is_there = self._tenants.get(tenant.rank) is tenant
+        return is_there and self._busy.pop(tenant.device, None) is not None
 
     def _victim(self, request: Request) -> Tenant | None:
         """Whose memory goes: of those that wait the one that parked first, then those that would run last."""
@@ -381,15 +372,16 @@ class Pager:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
         if self._make_room_in_host(tenant.num_bytes - tenant.warm_bytes, spared=tenant):
             tenant.goes_to = IN_HOST_MEMORY
-        elif self._has_disk():
-            tenant.goes_to = ON_DISK
-        else:
-            self.why_not = "the host has no memory for it"
+        elif not self._has_disk():
             return None
+        else:
+            tenant.goes_to = ON_DISK
         return tenant
 
     def _make_room_in_host(self, num_bytes: int, *, spared: Tenant | None = None) -> bool:
-        return give_back(self._tenants.values(), num_bytes, room_bytes=self._room_in_host(), spared=spared)
+        has_room = give_back(self._tenants.values(), num_bytes, room_bytes=self._room_in_host(), spared=spared)
+        self.why_not = self.why_not if has_room else "the host has no memory for it"
+        return has_room
 
     @property
     def host_bytes(self) -> int:

@@ -111,10 +111,7 @@ class Agent:
         from prism_sdk.runtime.oncuda.footprint import out_of_memory
         from prism_sdk.runtime.oncuda.serving import describe_limit
 
-        tracer = self.tracer
-        note = describe_limit(
-            error, self.spec.paging, rank=self.spec.rank, step=tracer.step, unit=f"unit {tracer.num_units}"
-        )
+        note = describe_limit(error, self.spec.paging, tracer=self.tracer)
         if note or self.spec.mode is not LaunchMode.RECORD:
             return None, f"\n{note}" if note else ""
         return out_of_memory(error, self.spec.rank), ""

@@ -14,6 +14,7 @@ from prism_sdk.runtime import wire
 from prism_sdk.runtime.oncuda.ledger import gib
 from prism_sdk.runtime.oncuda.paging.library import Pages, current_pages
 from prism_sdk.runtime.ranks import PagingSpec
+from prism_sdk.runtime.tracer import Tracer
 
 _WORKERS = 8
 
@@ -45,7 +46,7 @@ def _limit_by_torch(limit_bytes: int) -> None:
     torch.cuda._lazy_call(limit)  # runs when the program opens the device
 
 
-def describe_limit(error: BaseException, spec: PagingSpec | None, *, rank: int, step: int, unit: str) -> str:
+def describe_limit(error: BaseException, spec: PagingSpec | None, *, tracer: Tracer) -> str:
     """What a rank held that ran out of device memory under a limit; empty for other ends."""
     kind: Any = getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)
     if spec is None or not spec.limit_bytes or not isinstance(error, kind) or not torch.cuda.is_initialized():
@@ -53,8 +54,8 @@ def describe_limit(error: BaseException, spec: PagingSpec | None, *, rank: int, 
     stats = torch.cuda.memory_stats()
     allocated, reserved = (stats.get(f"{name}.all.current", 0) for name in ("allocated_bytes", "reserved_bytes"))
     text = (
-        f"rank {rank} reached --device-memory {gib(spec.limit_bytes)} in step {step}, {unit}: tensors hold "
-        f"{gib(allocated)}, torch has reserved {gib(reserved)}"
+        f"rank {tracer.rank} reached --device-memory {gib(spec.limit_bytes)} in step {tracer.step}, {_place(tracer)}: "
+        f"tensors hold {gib(allocated)}, torch has reserved {gib(reserved)}"
     )
     pages = current_pages()
     if pages is not None:
@@ -63,3 +64,10 @@ def describe_limit(error: BaseException, spec: PagingSpec | None, *, rank: int, 
         text += f", others allocated {gib(max(other, 0))}, the context takes {gib(held.overhead_bytes)}"
         text += f"; {gib(held.refused_bytes)} more were asked for"
     return text
+
+
+def _place(tracer: Tracer) -> str:
+    """`unit 57 (forward, layers.3)`."""
+    names = tracer.names
+    known = [tracer.phase.name.lower(), *([] if names is None else [names.label, names.layer])]
+    return f"unit {tracer.num_units} ({', '.join(filter(None, known))})"

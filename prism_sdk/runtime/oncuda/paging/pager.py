@@ -3,9 +3,8 @@
 Responsible for the requests of all ranks and for the account of the host's memory; it opens no GPU, and the copying is
 done in the ranks, which answer.  Who may run is the coordinator's.
 
-Nothing moves before somebody needs the room: a rank that allocates (NEED), one that is to go on and is out (BRING), or
-one that is to start (START).  Requests of a device are served one after the other.  What a rank cannot tell is whether
-memory is there: the ranks ask the driver, and say what is missing.
+Nothing moves before somebody needs the room: a rank that allocates, one that is to go on and is away, or one that is to
+start.  Requests of a device are served one after the other.  The ranks ask the driver, and say what is missing.
 """
 
 from __future__ import annotations

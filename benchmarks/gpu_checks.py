@@ -163,7 +163,7 @@ def check_full(folder: Path, num_devices: int) -> bool:
 
 
 def check_moves(folder: Path, num_devices: int) -> bool:
-    """Sixteen ranks that do not fit together: losses and peaks of a job that does, less what it has less, to the byte."""
+    """Sixteen ranks a GPU that do not fit together: losses of a job that does fit, and its peaks, to the byte."""
     ranks, large, small = 16 * num_devices, 12, 2
     options = ("--slots", str(num_devices))
     runs = [

@@ -85,7 +85,7 @@ class Ledger:
         num = len(self.ranks_on(device))
         if num > num_first:
             return max(self._beyond_allocators(device) - first, 0) // (num - num_first)
-        return first // max(num, 1)
+        return min(first // max(num, 1), _CONTEXT_BYTES)  # programs of others may be on the device too
 
     def kept_bytes(self, rank: int, movable_bytes: int) -> int:
         """What a rank has on its device beside what can be moved, its context included; 0 before it has reported."""

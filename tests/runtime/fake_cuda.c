@@ -1,4 +1,5 @@
-/* Plays the CUDA driver (libcuda.so.1) and, with -DRUNTIME, its runtime (libcudart.so.13) in host memory, for tests.
+/* Plays the CUDA driver (libcuda.so.1) and, with -DRUNTIME, its runtime (libcudart.so.13) in host memory, for tests;
+ * with -DMANAGEMENT the management library (libnvidia-ml.so.1), where others begin at the same time.
  *
  * The file named in FAKE_DEVICE holds two numbers that all processes share: bytes in use and bytes in all.  Memory that
  * is unmapped can be neither read nor written, and new memory is zero, so a move that loses something is found out.
@@ -72,6 +73,32 @@ int cudaGetDeviceProperties(void *properties, int number) {
     return number ? 101 : 0;
 }
 
+#elif defined(MANAGEMENT)
+
+typedef struct {
+    unsigned pid;
+    u64 used;
+    unsigned instances[2];
+} Process;
+
+static int num_looks;
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **handle) { return *handle = &num_looks, index > 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char *name, void **handle) {
+    return *handle = &num_looks, strcmp(name, "00000000:00:06.0");
+}
+int nvmlDeviceGetIndex(void *handle, unsigned *index) { return *index = 0, handle != &num_looks; }
+int nvmlDeviceGetMemoryInfo(void *handle, u64 *memory) {
+    memory[2] = (u64)(getenv("FAKE_OTHERS") ? 5 : 1) << (num_looks++ ? 29 : 10); /* one context, or ten at once */
+    return handle != &num_looks;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned *num, Process *processes) {
+    (void)device;
+    processes[0] = (Process){1, 7, {0, 0}};
+    processes[1] = (Process){(unsigned)getpid(), 540ull << 20, {0, 0}};
+    return *num = 2, handle != &num_looks;
+}
+
 #else
 
 #define GRANULARITY ((size_t)2 << 20)
@@ -100,6 +127,9 @@ int cuInit(unsigned flags) { return (int)flags; }
 int cuCtxGetCurrent(void **context) { return *context = current = (void *)&is_set_up, 0; }
 int cuCtxSetCurrent(void *context) { return current = context, 0; }
 int cuCtxGetDevice(int *number) { return *number = 0; }
+int cuDeviceGetPCIBusId(char *name, int size, int number) {
+    return snprintf(name, (size_t)size, "00000000:00:06.0") < 0 || number;
+}
 int cuCtxSynchronize(void) { return 0; }
 
 /* A process is locked, out, back, unlocked; process 1 cannot be locked. */

@@ -104,6 +104,17 @@ def alone(library_path: str, disk: str) -> None:
     print("good")
 
 
+def context(library_path: str) -> None:
+    """Says what the library takes the context for."""
+    from prism_sdk.runtime.oncuda.paging import library
+
+    library.preload(library_path)
+    functions = runtime()
+    pages = library.Pages(limit_bytes=600 * MIB)
+    assert allocate(functions, 2 * MIB) is not None and allocate(functions, 100 * MIB) is None
+    print(pages.stats().overhead_bytes >> 20)
+
+
 def refuses_to_move(functions: Any, pages: Any) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
@@ -125,5 +136,7 @@ def refuses_to_move(functions: Any, pages: Any) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         job(int(sys.argv[2]), int(sys.argv[3]))
+    elif sys.argv[1] == "context":
+        context(sys.argv[2])
     else:
         alone(*sys.argv[1:3])

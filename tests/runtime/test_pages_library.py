@@ -62,6 +62,21 @@ def test_memory_goes_and_comes_back_as_it_was(driver: Path, tmp_path: Path, sani
     assert in_use(tmp_path) == 0
 
 
+@pytest.mark.parametrize(("others", "mib"), [({}, 511), ({"FAKE_OTHERS": "1"}, 540)], ids=["alone", "with others"])
+def test_the_context_counts_also_where_others_begin(
+    driver: Path, tmp_path: Path, others: dict[str, str], mib: int
+) -> None:
+    for library in driver.iterdir():
+        (tmp_path / library.name).symlink_to(library)
+    command = ["cc", "-shared", "-fPIC", "-DMANAGEMENT", HERE / "fake_cuda.c", "-o", tmp_path / "libnvidia-ml.so.1"]
+    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [sys.executable, HERE / "pages_job.py", "context", build.compiled_library()], capture_output=True, text=True,
+        env=environment(tmp_path, tmp_path, device_bytes=1 << 30, **others), timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, f"{mib - (mib == 512)}\n"), done.stderr
+
+
 def record(
     driver: Path, tmp_path: Path, *words: str, device_mib: int, options: tuple[str, ...]
 ) -> tuple[int, str, str]:

@@ -11,6 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { RUNTIME_OUT_OF_MEMORY = 2 };
 #define SMALLEST_MOVABLE ((size_t)1 << 20) /* smaller ones would waste most of a page of 2 MiB */
@@ -109,8 +110,32 @@ static void look_at_all(void) {
     for (unsigned i = 0; by_index && i < MAX_DEVICES && !by_index(i, &handle); i++) used_before[i] = used_by_all(handle);
 }
 
-/* What the device uses more than when this process began; 0 where that is not known. */
-static uint64_t used_since(CUdevice device) {
+typedef struct { /* nvmlProcessInfo_t */
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+} NvmlProcess;
+
+_Static_assert(sizeof(NvmlProcess) == 24, "nvmlProcessInfo_t has 24 bytes");
+
+/* What this process has on a device, by the library's list; 0 where it is not in it, as in some containers. */
+static uint64_t used_by_us(void *handle) {
+    int (*list)(void *, unsigned *, NvmlProcess *) = (int (*)(void *, unsigned *, NvmlProcess *))dlsym(
+        management(), "nvmlDeviceGetComputeRunningProcesses_v3");
+    enum { MANY = 1024 };
+    NvmlProcess *processes = calloc(MANY, sizeof *processes);
+    unsigned num = MANY;
+    uint64_t used = 0;
+    if (list && processes && !list(handle, &num, processes))
+        for (unsigned i = 0; i < num && i < MANY; i++)
+            if (processes[i].pid == (unsigned)getpid()) used = processes[i].used;
+    free(processes);
+    return used;
+}
+
+/* What a context takes that was just made: by how much the device's use grew since this process began.  Where others
+ * began meanwhile, by the list, which is some MiB off; 0 where nobody can tell. */
+static uint64_t cost_of_context(CUdevice device) {
     void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *handle;
     if (!management() || !cuda) return 0;
     int (*bus)(char *, int, CUdevice) = (int (*)(char *, int, CUdevice))dlsym(cuda, "cuDeviceGetPCIBusId");
@@ -120,9 +145,12 @@ static uint64_t used_since(CUdevice device) {
     char name[64];
     unsigned index;
     if (!bus || !by_bus || !index_of || bus(name, sizeof name, device) || by_bus(name, &handle)) return 0;
-    if (index_of(handle, &index) || index >= MAX_DEVICES || !used_before[index]) return 0;
-    uint64_t used = used_by_all(handle);
-    return used > used_before[index] ? used - used_before[index] : 0;
+    if (!index_of(handle, &index) && index < MAX_DEVICES && used_before[index]) {
+        uint64_t used = used_by_all(handle);
+        if (used > used_before[index] && used - used_before[index] < MOST_OVERHEAD) return used - used_before[index];
+    }
+    uint64_t ours = used_by_us(handle);
+    return ours < MOST_OVERHEAD ? ours : 0; /* a value that is not available is the largest of all */
 }
 
 /* -- pages --------------------------------------------------------------------------------------------------------- */
@@ -193,8 +221,7 @@ static CUcontext current_context(void) {
     if (driver.cuMemGetAllocationGranularity(&state.granularity, &prop, 0) || !state.granularity) return NULL;
     size_t free, total;
     if (!driver.cuMemGetInfo(&free, &total) && state.reserve_bytes > total / 32) state.reserve_bytes = total / 32;
-    uint64_t since = used_since(state.device);
-    if (since < MOST_OVERHEAD) state.overhead_bytes = since; /* else somebody else began at the same time */
+    state.overhead_bytes = cost_of_context(state.device);
     return state.context = context;
 }
 

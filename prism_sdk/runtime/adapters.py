@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prism_sdk.abc import FrameworkAdapter
+from prism_sdk.adapting import PatchingAdapter
 from prism_sdk.runtime.names import Names
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
@@ -98,8 +99,12 @@ class TracerNamer:
     """Where one adapter says what the rank is doing (implements prism_sdk.abc.UnitNamer)."""
 
     def __init__(self, naming: Naming, adapter: str) -> None:
-        self._naming = naming
         self._adapter = adapter
+        self.bind(naming)
+
+    def bind(self, naming: Naming) -> None:
+        """From now on what it is told are the names of this rank."""
+        self._naming = naming
         self._tracer = naming.tracer
 
     def enter(
@@ -235,16 +240,69 @@ def activate_adapters(
     def close() -> None:
         naming.is_open = False
 
+    release_adapters(() if plugins else names)
     if not names:
         return naming
     until.callback(close)  # wrappers may outlive the activation: torch has kept some as bound methods
     os.register_at_fork(after_in_child=close)  # a data loader's workers have no trace
-    adapters = load_adapters(plugins)
     for name in names:
+        if name in _prepared:
+            prepared = _prepared.pop(name)
+            until.enter_context(prepared.until)
+            naming.lowered.update(prepared.naming.lowered)
+            prepared.namer.bind(naming)
+            continue
         try:
-            until.enter_context(adapters[name].activate(TracerNamer(naming, name)))
+            until.enter_context(load_adapters(plugins)[name].activate(TracerNamer(naming, name)))
         except KeyError:
             naming.lowered[name] = ["not installed"]
         except Exception as error:  # a plugin's fault must not reach the training
             naming.lowered[name] = [f"left out: {type(error).__name__}: {error}"]
     return naming
+
+
+class _Prepared:
+    """An adapter whose wrappers are in place before there is a rank."""
+
+    def __init__(self, name: str) -> None:
+        nobody: Any = None
+        self.naming = Naming(nobody)
+        self.naming.is_open = False
+        self.namer = TracerNamer(self.naming, name)
+        self.until = contextlib.ExitStack()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the adapter wanted to know or to say something that only a rank can answer or keep."""
+        naming = self.naming
+        return bool(naming.taken or naming.purposes or naming.coordinates)
+
+
+_prepared: dict[str, _Prepared] = {}  # by the fork server; a rank takes them over
+
+
+def prepare_adapters(names: Sequence[str]) -> None:
+    """Put wrappers in place before ranks are forked, which then share the pages that this writes.
+
+    Only of adapters that are tables of wrappers: what others do when they are activated may not survive a fork.
+    Those that want something of their rank at once, and those that fail, are left to the ranks.
+    """
+    for name in names:
+        adapter = load_adapters().get(name)
+        if adapter is None or type(adapter).activate is not PatchingAdapter.activate:
+            continue
+        prepared = _Prepared(name)
+        try:
+            prepared.until.enter_context(adapter.activate(prepared.namer))
+        except Exception:  # the rank meets it again, and says so
+            continue
+        if prepared.has_asked:
+            prepared.until.close()
+        else:
+            _prepared[name] = prepared
+
+
+def release_adapters(spared: Sequence[str] = ()) -> None:
+    """Put back what the wrappers of prepared adapters have replaced, without those of `spared`."""
+    for name in [name for name in _prepared if name not in spared]:
+        _prepared.pop(name).until.close()

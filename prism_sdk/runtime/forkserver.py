@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
-        preload.prepare()
+        preload.prepare(argv[1:])
     except Exception as error:  # reported as a message, because the launcher must name it
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         return 1
@@ -65,6 +65,7 @@ def main(argv: list[str]) -> int:
         _serve(channel, wake_read, wake_write, descendants)
     except ChannelClosed:
         kill_descendants(descendants)
+    preload.undo()
     if _is_alone(channel, descendants):  # else they may still open what another has left for them
         descendants.remove_shared_memory()
     return 0

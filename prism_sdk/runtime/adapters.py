@@ -7,7 +7,6 @@ are; what a framework's schedule looks like is the knowledge of its adapter.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -41,6 +40,10 @@ class Naming:
         self.purposes: dict[str, str] = {}
         self.coordinates: dict[str, int] = {}
         self.is_open = True
+
+    def close(self) -> None:
+        """From now on nothing that adapters say is kept."""
+        self.is_open = False
 
     def merge(
         self, adapter: str, outer: Names | None, phase: int, microbatch: int | None, stage: int | None,
@@ -237,14 +240,10 @@ def activate_adapters(
     """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
     naming = Naming(tracer, options)
 
-    def close() -> None:
-        naming.is_open = False
-
     release_adapters(() if plugins else names)
     if not names:
         return naming
-    until.callback(close)  # wrappers may outlive the activation: torch has kept some as bound methods
-    os.register_at_fork(after_in_child=close)  # a data loader's workers have no trace
+    until.callback(naming.close)  # wrappers may outlive the activation: torch has kept some as bound methods
     for name in names:
         if name in _prepared:
             prepared = _prepared.pop(name)
@@ -265,9 +264,9 @@ class _Prepared:
     """An adapter whose wrappers are in place before there is a rank."""
 
     def __init__(self, name: str) -> None:
-        nobody: Any = None
-        self.naming = Naming(nobody)
-        self.naming.is_open = False
+        no_tracer: Any = None
+        self.naming = Naming(no_tracer)
+        self.naming.close()
         self.namer = TracerNamer(self.naming, name)
         self.until = contextlib.ExitStack()
 
@@ -281,19 +280,23 @@ class _Prepared:
 _prepared: dict[str, _Prepared] = {}  # by the fork server; a rank takes them over
 
 
+def adapters_before_fork(names: Sequence[str]) -> list[str]:
+    """Those that are nothing but a table of wrappers: what others do when they are activated may not survive a fork."""
+    adapters = load_adapters()
+    return [
+        name for name in names if name in adapters and type(adapters[name]).activate is PatchingAdapter.activate
+    ]  # fmt: skip
+
+
 def prepare_adapters(names: Sequence[str]) -> None:
     """Put wrappers in place before ranks are forked, which then share the pages that this writes.
 
-    Only of adapters that are tables of wrappers: what others do when they are activated may not survive a fork.
-    Those that want something of their rank at once, and those that fail, are left to the ranks.
+    Adapters that want something of their rank at once, and those that fail, are left to the ranks.
     """
     for name in names:
-        adapter = load_adapters().get(name)
-        if adapter is None or type(adapter).activate is not PatchingAdapter.activate:
-            continue
         prepared = _Prepared(name)
         try:
-            prepared.until.enter_context(adapter.activate(prepared.namer))
+            prepared.until.enter_context(load_adapters()[name].activate(prepared.namer))
         except Exception:  # the rank meets it again, and says so
             continue
         if prepared.has_asked:

@@ -74,15 +74,17 @@ _kept: list[Any] = []  # what fills the holes of Python's own allocator
 def prepare(adapters: Sequence[str] = ()) -> None:
     """Import torch and get it warm; no thread, no group, no random state stays. Raises what an import raises.
 
-    The wrappers of `adapters` are in place then.
+    The wrappers of `adapters` are in place then where that is possible.
     """
     variables = dict(os.environ)
     for name in _MODULES:
         if importlib.util.find_spec(name) is not None:  # some are private to a version of torch
             importlib.import_module(name)
     from prism_sdk.runtime import intercept
-    from prism_sdk.runtime.adapters import prepare_adapters
+    from prism_sdk.runtime.adapters import adapters_before_fork, prepare_adapters
 
+    adapters = adapters_before_fork(adapters)
+    _forget_lookups()
     with _one_thread():
         _compute()
         with contextlib.suppress(Exception):  # no room for a file, a torch without the fake group: costs memory only
@@ -106,6 +108,13 @@ def undo() -> None:
     from prism_sdk.runtime.adapters import release_adapters
 
     release_adapters()
+
+
+def _forget_lookups() -> None:
+    """Empty CPython's cache of attribute lookups: replacing an entry lets go of a name, on a page of the imports'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 3.13 calls it deprecated
+        sys._clear_type_cache()
 
 
 def _has_accelerator() -> bool:

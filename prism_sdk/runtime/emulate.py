@@ -27,9 +27,10 @@ from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number,
 from prism_sdk.runtime.oncuda.order import HostOrder, order_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
+from prism_sdk.runtime.record import Conversation, install_coalescing
 from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import Op, ReduceOp
@@ -62,6 +63,7 @@ class EmulateSeam(Seam):
         self.num_without_values = 0
         self._started = False
         self.groups: list[GroupState] = []
+        self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -105,7 +107,8 @@ class EmulateSeam(Seam):
             met, meant = self.cursor.stand_ins.pop()
             if met.stream is not None and meant.stream is not None:
                 self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
-        if call.is_p2p and call.peer is None:
+        is_any = call.is_p2p and call.peer is None
+        if is_any:
             call.peer = call.group.ranks.index(one.peer or 0)
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
@@ -122,6 +125,8 @@ class EmulateSeam(Seam):
             line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
+        if not is_any:
+            self._receives.add(call, handle, work)
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -182,6 +187,7 @@ class EmulateSeam(Seam):
         carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
+            self._receives.forget(handle)
             start = now_ns() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
@@ -199,6 +205,7 @@ class EmulateSeam(Seam):
             if not is_in_background():
                 self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
                 place_before(call, seq, wait=False)  # its transfer may still be under way
+                self._receives.place(call, lambda receive: self.engine.is_complete(receive, due), wait=False)
             elif is_seen():
                 self.tracer.complete(unit, now_ns())
 

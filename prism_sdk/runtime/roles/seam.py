@@ -87,10 +87,10 @@ class RoleSeam(RecordSeam):
         plan, rank = self._plan, call.group.ranks[member]
         return plan is None or (rank not in plan.is_running and plan.representative(rank) == self.spec.rank)
 
-    def _complete(self, call: Call, *details: Any) -> None:
+    def _complete(self, call: Call, *details: Any) -> int:
         """Sizes that do not fit are no fault of the program where a sampled rank meets another's data (routing)."""
         try:
-            super()._complete(call, *details)
+            return super()._complete(call, *details)
         except CollectiveMismatchError as error:
             plan = self._plan
             if plan is None or self.spec.rank not in plan.samples:

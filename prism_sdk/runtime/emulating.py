@@ -21,6 +21,8 @@ from typing import Any
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
@@ -41,9 +43,7 @@ _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all o
 class SandboxPolicy(AllAtOnce):
     """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
 
-    def __init__(
-        self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int
-    ) -> None:
+    def __init__(self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int) -> None:
         """`watched`: processes that must outlive the ranks, by what to call them."""
         super().__init__(end_step=end_step)
         self._watched = watched
@@ -244,13 +244,14 @@ def _prepare(
 def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:
     """The graph to plan from: of a large job only ranks that differ, so that memory and time follow its roles."""
     with TraceReader(path) as reader:
-        is_large = len(reader.ranks) >= _LARGE_JOB
-    if is_large:
-        from prism_sdk.simulate.folding import folded_graph
+        is_sane = reader.graph_kind is GraphKind.CALIBRATED and set(sandbox) <= set(reader.ranks)
+        if is_sane and len(reader.ranks) >= _LARGE_JOB:
+            from prism_sdk.simulate.loading import load
 
-        folded = folded_graph(path, sandbox_ranks=sandbox)
-        if folded is not None:
-            return folded
+            with contextlib.suppress(GraphError):  # loaded as a whole it says what is wrong
+                folded = folded_graph(reader, load(reader, with_sizes=False), sandbox_ranks=sandbox)
+                if folded is not None:
+                    return folded
     return JobGraph.load(path)
 
 

@@ -96,6 +96,18 @@ def test_the_plan_of_the_folded_graph_gives_the_same(seed: int, replicas: int) -
 
 def test_ranks_with_own_times_do_not_fold(tmp_path: Path) -> None:
     job = _replicated(5, 6)
+    for rank, rows in job.rows.items():
+        for row in rows:
+            if row["kind"] == 1:
+                row["end_ns"] += rank
+        job.compute(rank, rank)
+    path = write(tmp_path / "job.prism", job.rows, job.groups, kind=GraphKind.CALIBRATED)
+    assert _folded(path, sandbox_ranks=[0]) is None
+
+
+@pytest.mark.parametrize("kind", [GraphKind.BARE, GraphKind.OBSERVED])
+def test_what_is_not_calibrated_does_not_fold(tmp_path: Path, kind: GraphKind) -> None:
+    job = _replicated(5, 6)
     path = write(tmp_path / "job.prism", job.rows, job.groups, kind=GraphKind.CALIBRATED)
     assert _folded(path, sandbox_ranks=[0]) is not None
     assert _folded(path, sandbox_ranks=[0], kind=kind) is None

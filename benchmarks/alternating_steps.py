@@ -2,11 +2,12 @@
 
     prism observe --nproc-per-node 2 -o o.prism -- benchmarks/alternating_steps.py FOLDER on-off script.py --steps 200
 
-Steps go in pairs, one with and one without, in an order drawn by lot that is the same in all ranks.  Between steps the
-ranks meet, switch, and meet again, so that all of them switch together; that time is in no step.  Off means: torch's own
+Blocks of three steps go in pairs, one with and one without, in an order drawn by lot that is the same in all ranks.
+Between blocks the ranks meet, switch, and meet again, so that all of them switch together; that time is in no step, and
+the first step of a block, in which the interpreter's caches are filled anew, does not count.  Off means: torch's own
 kernels, no wrappers of adapters, the hooks of backward and optimizer return at once.  With `off-off` for `on-off` every
-step is without, and the difference of the pairs is noise.  FOLDER/RANK.json gets for each step whether it was on, its
-wall time and the CPU time of the process in ns.  The trace that is written means nothing.
+step is without, and the difference of the pairs is noise.  FOLDER/RANK.json gets for each block whether it was on,
+the wall time of its two steps and the CPU time of the process in ns.  The trace that is written means nothing.
 """
 
 import atexit
@@ -27,7 +28,8 @@ from prism_sdk.runtime import intercept
 from prism_sdk.runtime.adapters import activate_adapters
 from prism_sdk.runtime.agent import Agent
 
-WARM_UP = 6
+WARM_UP = 4  # blocks
+BLOCK = 3  # steps
 
 
 class Switch:
@@ -65,10 +67,12 @@ class Steps:
         self.lots = random.Random(7)
         self.turns: list[bool] = []
         self.rows: list[tuple[bool, int, int]] = []
-        self.began: tuple[bool, int, int] | None = None
+        self.on = True
+        self.num_steps = 0
+        self.began = (0, 0)  # wall and CPU clock behind the first step of the block
 
     def next_turn(self) -> bool:
-        """Whether the next step is one with observing (in an `off-off` run: is counted as one)."""
+        """Whether the next block is one with observing (in an `off-off` run: is counted as one)."""
         if not self.turns:
             first = self.lots.random() < 0.5
             self.turns = [not first, first]
@@ -76,14 +80,16 @@ class Steps:
 
     def ended(self, *_: Any) -> None:
         now, cpu = time.monotonic_ns(), time.process_time_ns()
-        if self.began is not None:
-            on, wall_before, cpu_before = self.began
-            self.rows.append((on, now - wall_before, cpu - cpu_before))
-        on = self.next_turn()
+        self.num_steps += 1
+        place = self.num_steps % BLOCK
+        if place:
+            self.began = (now, cpu) if place == 1 else self.began
+            return
+        self.rows.append((self.on, now - self.began[0], cpu - self.began[1]))
+        self.on = self.next_turn()
         dist.barrier()
-        self.switch.turn(on and self.alternates)
+        self.switch.turn(self.on and self.alternates)
         dist.barrier()
-        self.began = (on, time.monotonic_ns(), time.process_time_ns())
 
 
 def main() -> None:
@@ -96,7 +102,7 @@ def main() -> None:
     def write() -> None:
         steps.switch.turn(True)  # the end of a rank is that of an observed one
         with open(os.path.join(folder, f"{rank}.json"), "w") as file:
-            json.dump(steps.rows[2 * (WARM_UP // 2) :], file)
+            json.dump(steps.rows[1 + WARM_UP :], file)  # the first one was drawn by nobody
 
     atexit.register(write)
     sys.argv = [script, *arguments]

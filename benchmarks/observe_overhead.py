@@ -7,8 +7,8 @@ more than observing can cost, one run tells more, in which steps with and withou
 
     python benchmarks/observe_overhead.py --alternate -- examples/train_fsdp2_gpt.py --steps 240
 
-It prints the median of the differences of pairs of steps with a 95 % interval (bootstrap over pairs), for wall time
-(the slowest rank's) and CPU time (the sum of all ranks), and the same of a run in which nothing alternates.
+It prints the median of the differences of pairs of blocks of two steps with a 95 % interval (bootstrap over pairs), for
+wall time (the slowest rank's) and CPU time (the sum of all ranks), and the same of a run in which nothing alternates.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def steps_ms(launcher: list[str], out: Path, script: list[str]) -> list[float]:
 
 
 def pairs(folder: Path, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each pair of steps the ns with and without observing, wall and CPU: two arrays of shape (pairs, 2)."""
+    """The ns of a step with and without observing, wall and CPU: two arrays of shape (pairs of blocks, 2)."""
     rows = np.array([json.loads((folder / f"{rank}.json").read_text()) for rank in range(num_ranks)])
-    rows = rows[:, : rows.shape[1] // 2 * 2]  # rank, step, (on, wall, cpu)
+    rows = rows[:, : rows.shape[1] // 2 * 2]  # rank, block, (on, wall, cpu)
     is_on = rows[0, :, 0] == 1
     found = []
     for values in (rows[:, :, 1].max(axis=0), rows[:, :, 2].sum(axis=0)):
-        found.append(np.stack([values[is_on], values[~is_on]], axis=1))
+        found.append(np.stack([values[is_on], values[~is_on]], axis=1) / 2)
     return found[0], found[1]
 
 
@@ -61,7 +61,7 @@ def told(name: str, pair: np.ndarray) -> str:
 
 
 def alternate(num_ranks: int, script: list[str]) -> None:
-    for way, title in (("on-off", "observing in every other step"), ("off-off", "in none: noise")):
+    for way, title in (("on-off", "observing in every other block of steps"), ("off-off", "in none: noise")):
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", "prism_sdk.cli.main", "observe", "-q", f"--nproc-per-node={num_ranks}",
                        "-o", f"{folder}/o.prism", "--", str(ALTERNATING), folder, way, *script]  # fmt: skip
@@ -76,7 +76,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--alternate", action="store_true", help="steps with and without observing in one run")
+    parser.add_argument("--alternate", action="store_true", help="with and without observing in one run")
     parser.add_argument("script", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     script = args.script[1:] if args.script[:1] == ["--"] else args.script

@@ -130,23 +130,19 @@ EVERYTHING = """
 """
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("emulate"))
-
-
 class Operations:
     """The program that does everything once, recorded; and what its ranks got."""
 
     def __init__(self, lab: Laboratory) -> None:
         self.lab = lab
-        self.script = lab.folder / "everything.py"
+        self.place = lab.room("operations")
+        self.script = self.place / "everything.py"
         self.script.write_text(textwrap.dedent(EVERYTHING))
         self.recorded, program = self.program("recorded", 0)
         self.graph = lab.graph(program)
 
     def program(self, name: str, extra: float) -> tuple[Path, tuple[str, ...]]:
-        folder = self.lab.folder / name
+        folder = self.place / name
         folder.mkdir()
         return folder, (str(self.script), str(folder), str(extra))
 

@@ -26,6 +26,7 @@ from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
+from prism_sdk.runtime.reductions import follow_reductions
 from prism_sdk.runtime.work import PrismWork
 
 _CPU = torch.device("cpu")
@@ -167,6 +168,7 @@ def replace_kernels() -> None:
     global _library
     if _library is not None:
         return
+    follow_reductions()
     _library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for

@@ -38,6 +38,7 @@ from prismtrace.structure import (
 )
 from prismtrace.tables import Table, UnitTable
 from prismtrace.timing import TimingChange, timing_changes
+from prismtrace.wording import counted
 
 _TIME_COLUMNS: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns")
 _PAYLOAD_COLUMNS: Final = ("payload_in", "payload_out")
@@ -117,8 +118,8 @@ class _Diff:
         in_a, in_b = (reader._index.rank_set for reader in (a, b))
         single = sorted(in_a ^ in_b)
         for rank in single[: found.max_items]:  # of a million, maybe
-            units = (f"{a.num_units(rank)} units", None) if rank in in_a else (None, f"{b.num_units(rank)} units")
-            found.add("ranks", f"rank {rank}", *units)
+            units = counted((a if rank in in_a else b).num_units(rank), "unit")
+            found.add("ranks", f"rank {rank}", *((units, None) if rank in in_a else (None, units)))
         found.counts["ranks"] += max(len(single) - found.max_items, 0)
         for key in sorted(set(a.metadata) | set(b.metadata)):
             before, after = a.metadata.get(key), b.metadata.get(key)
@@ -333,7 +334,7 @@ class _Diff:
         edits = compare(*hashes)
         if edits is not None:
             number = edits.num_added + edits.num_removed + edits.num_changed
-            self._found.add("events", what, f"{len(a)} rows", f"{len(b)} rows", number=number)
+            self._found.add("events", what, counted(len(a), "row"), counted(len(b), "row"), number=number)
         elif self._wants("times"):
             times = [row_hashes(table, [name for name in names if name in _EVENT_TIMES]) for table in (a, b)]
             self._found.counts["times"] += int(np.count_nonzero(times[0] != times[1]))

@@ -21,6 +21,7 @@ from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind,
 from prismtrace.reader import TraceReader
 from prismtrace.source import TraceInput
 from prismtrace.tables import EventTable, StepTable, Table, TrackTable, UnitTable
+from prismtrace.wording import counted
 from prismtrace.writer import payload_digest
 
 _COMMUNICATION: Final = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
@@ -81,9 +82,9 @@ def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
             matching.incomplete = True
     yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
     if not matching.incomplete:
-        yield [finding("PT034", cycle.text, f"{len(cycle.ranks)} ranks") for cycle in waits.cycles()]
+        yield [finding("PT034", cycle.text, counted(len(cycle.ranks), "rank")) for cycle in waits.cycles()]
     for digest, count in missing.items():
-        yield [finding("PT050", f"payload {digest.hex()} is not in the file", f"{count} units")]
+        yield [finding("PT050", f"payload {digest.hex()} is not in the file", counted(count, "unit"))]
     for name, digest in reader.attachments.items():
         if not reader.has_payload(digest):
             yield [finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")]
@@ -184,7 +185,7 @@ def _events(events: EventTable, tracks: TrackTable, units: UnitTable) -> Iterato
         (events.kind > max(EventKind), "PT026", "unknown kind of event"),
         (timed & (events.end_ns < events.start_ns), "PT041", "ends before it starts"),
         (strays, "PT042", f"the rank has {len(tracks)} tracks"),
-        (lost, "PT043", f"the rank has {len(units)} units"),
+        (lost, "PT043", f"the rank has {counted(len(units), 'unit')}"),
     ):
         rows = np.flatnonzero(bad)
         if len(rows):

@@ -27,6 +27,7 @@ from prism_sdk.runtime.config import (
     PayloadMode,
 )
 from prism_sdk.settings import Settings
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.abc import CalibrationStrategy, ReplayBackend
@@ -235,7 +236,7 @@ def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -
         asked = None if nproc is None and nodes == 1 else (nproc or 1) * nodes
         if asked is not None and asked != world_size:
             raise WorldSizeError(
-                f"--nproc-per-node and --nnodes give {asked} ranks, and the job in {graph} has {world_size}",
+                f"--nproc-per-node and --nnodes give {counted(asked, 'rank')}, and the job in {graph} has {world_size}",
                 world_size=asked, required=world_size, file=str(graph),
                 hint="leave them out: the number of ranks comes from the graph",
             )  # fmt: skip

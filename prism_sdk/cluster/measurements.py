@@ -21,6 +21,7 @@ from prism_sdk.cluster.profile import Cluster, Shape, Table
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.graph.calibrate import measure
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.wording import counted
 from prismtrace import ABSENT, DType, Op, UnitKind
 
 __all__ = ["Sample", "message_bytes", "read_measurements", "read_nccl_tests", "read_trace", "tables_of"]
@@ -150,8 +151,9 @@ def tables_of(samples: Iterable[Sample], *, source: str, cluster: Cluster | None
     groups: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for sample in samples:
         if cluster is not None and sample.shape.per_node > cluster.domain_gpus:
-            raise UsageError(f"{source}: {sample.shape.ranks} ranks on {sample.shape.nodes} nodes do not fit on "
-                             f"{cluster.name} with {cluster.domain_gpus} GPUs a domain")  # fmt: skip
+            shape = f"{counted(sample.shape.ranks, 'rank')} on {counted(sample.shape.nodes, 'node')}"
+            raise UsageError(f"{source}: {shape} do not fit on {cluster.name} with "
+                             f"{counted(cluster.domain_gpus, 'GPU')} a domain")  # fmt: skip
         key = (sample.op, sample.shape, sample.algo, sample.proto)
         groups.setdefault(key, {}).setdefault(sample.size_bytes, []).append(sample.time_ns)
     tables = []

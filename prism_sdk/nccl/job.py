@@ -14,6 +14,7 @@ from prism_sdk.nccl.clock import ClockFit
 from prism_sdk.nccl.records import RecordFile, read_records
 from prism_sdk.nccl.stamps import Ceiling, StampCheck, make_ceiling, own_stamps
 from prism_sdk.nccl.tasks import Tasks, collect_tasks, device_of, fit_clocks, heard_stamps, place_on_host_clock
+from prism_sdk.wording import counted
 
 __all__ = ["NcclJob", "RankRecords", "load_job"]
 
@@ -133,7 +134,8 @@ def _rank_of(file: RecordFile) -> int | None:
 def _findings(file: RecordFile) -> list[str]:
     texts = []
     if file.lost_bytes:
-        texts.append(f"{file.path}: {file.lost_bytes} bytes from byte {file.first_damage} on are damaged or cut off")
+        lost = counted(file.lost_bytes, "byte")
+        texts.append(f"{file.path}: {lost} from byte {file.first_damage} on are damaged or cut off")
     elif not file.is_complete:
         texts.append(f"{file.path}: the process ended without a word (it was killed): its last events may be missing")
     if file.num_lost_events or file.num_lost_stops:

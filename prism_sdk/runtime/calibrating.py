@@ -21,6 +21,7 @@ from prism_sdk.runtime.emulating import run_sandbox
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 
@@ -112,5 +113,5 @@ def _sentence(result: CalibrationResult) -> str:
     state = "converged" if result.converged else "not converged: more passes (-O passes=N) or a quieter machine"
     return (
         f"predicted step {result.predicted_step_ns / 1e6:.3f} ms, 95 % interval {low:.3f} to {high:.3f} ms "
-        f"({len(result.passes)} pass{'es' if len(result.passes) != 1 else ''}, {state})"
+        f"({counted(len(result.passes), 'pass', 'passes')}, {state})"
     )

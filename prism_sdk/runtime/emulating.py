@@ -31,6 +31,7 @@ from prism_sdk.runtime.manifest import Script, read_scripts
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.wording import counted
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -190,12 +191,13 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
         left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
         if left and left == len(script.expected):
             raise TraceMismatchError(
-                rank, unit_index=None, expected=f"{left} operations", found="none of them", file=str(graph)
+                rank, unit_index=None, expected=counted(left, "operation"), found="none of them", file=str(graph)
             )
         if left:
             report(
-                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
-                "were not reached (fewer steps than recorded, or another program)"
+                f"rank {rank} ended before the graph does: {left} of its "
+                f"{counted(len(script.expected), 'recorded operation')} were not reached "
+                "(fewer steps than recorded, or another program)"
             )
 
 
@@ -224,7 +226,7 @@ def _prepare(
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
     plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
-    report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
+    report(f"{counted(len(plan), 'boundary operation')}, {counted(int(plan.term_offsets[-1]), 'term')}")
     for rank, script in scripts.items():
         script.save(work / f"script-{rank}")
         if not script.has_values:

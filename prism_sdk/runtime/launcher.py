@@ -34,6 +34,7 @@ from prism_sdk.runtime.progress import Progress, Report, Snapshot
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 from prism_sdk.runtime.stepboard import StepBoard
+from prism_sdk.wording import counted
 
 
 def launch(config: LaunchConfig) -> LaunchResult:
@@ -154,7 +155,7 @@ def run_job(
             descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
         )  # fmt: skip
         try:
-            report(f"{len(ranks)} of {world_size} ranks, torch is being loaded")
+            report(f"{len(ranks)} of {counted(world_size, 'rank')}, torch is being loaded")
             with progress.watch(policy, after=f"writing {config.output.name}"):
                 host.run()
         except PrismError as failure:
@@ -188,7 +189,7 @@ def run_job(
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
     wall_ns = time.monotonic_ns() - started
-    report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
+    report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({counted(config.output.stat().st_size, 'byte')})")
     summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
     return LaunchResult(0, config.output, world_size, wall_ns, summary)
 
@@ -258,7 +259,8 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
                 with prismtrace.TraceReader(saved) as reader:
                     num_units = sum(map(reader.num_units, reader.ranks))
                 why = "" if num_units else ": it was killed before the first of them were written"
-                report(f"a killed run had left shards of {output}: saved as {saved} ({num_units} units{why})")
+                report(f"a killed run had left shards of {output}: saved as {saved} "
+                       f"({counted(num_units, 'unit')}{why})")  # fmt: skip
         shards = Shards(parts)
         try:
             yield shards

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from prism_sdk.runtime.gauges import DeviceGauge, Memory, host_memory
+from prism_sdk.wording import counted
 
 _LIVE_S = 0.25  # at most four looks a second
 _MAX_SHARE = 0.005  # of the launcher's time: with thousands of ranks a look takes longer, and there are fewer of them
@@ -233,7 +234,7 @@ def ranks_text(ranks: Snapshot) -> str:
         parts.append(f"not started {ranks.num_new}")
     text = ", ".join([*parts, f"done {ranks.num_done}"])
     virtual = f", {ranks.num_virtual} virtual" if ranks.num_virtual else ""
-    return f"{text} of {ranks.num_ranks} rank{'' if ranks.num_ranks == 1 else 's'}{virtual}"
+    return f"{text} of {counted(ranks.num_ranks, 'rank')}{virtual}"
 
 
 def steps_text(ranks: Snapshot) -> str:

@@ -94,7 +94,7 @@ def test_groups_metadata_header_and_ranks(tmp_path: Path, sample: Path) -> None:
     texts = {(item.category, item.where): (item.before, item.after) for item in found.values}
     assert texts["header", "graph_kind"] == ("observed", "bare")
     assert texts["metadata", "x"] == (None, "1")
-    assert texts["ranks", "rank 2"] == (None, "1 units")
+    assert texts["ranks", "rank 2"] == (None, "1 unit")
     assert texts["groups", "group tp"][0] is None
 
 

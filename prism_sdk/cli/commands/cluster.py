@@ -10,6 +10,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.cluster import Cluster, Table
@@ -114,12 +115,12 @@ def _write(text: str, output: Path | None) -> None:
 def _show(cluster: Cluster) -> None:
     from prism_sdk.cluster.estimate import interpolation_error_percent, model_ns
 
-    click.echo(
-        f"{cluster.name}: {cluster.num_nodes:,} nodes of {cluster.gpus_per_node} GPUs, {cluster.num_gpus:,} in all"
-    )
+    nodes = counted(cluster.num_nodes, "node", separator=",")
+    click.echo(f"{cluster.name}: {nodes} of {counted(cluster.gpus_per_node, 'GPU')}, {cluster.num_gpus:,} in all")
     nvlink, network = cluster.nvlink, cluster.network
-    inside = f"NVLink {nvlink.bandwidth_gb_per_s:g} GB/s a GPU and direction, {cluster.domain_gpus} GPUs a domain"
-    click.echo(f"{inside}; {network.nics_per_node} NICs of {network.bandwidth_gb_per_s:g} GB/s a node")
+    inside = f"NVLink {nvlink.bandwidth_gb_per_s:g} GB/s a GPU and direction"
+    inside += f", {counted(cluster.domain_gpus, 'GPU')} a domain"
+    click.echo(f"{inside}; {counted(network.nics_per_node, 'NIC')} of {network.bandwidth_gb_per_s:g} GB/s a node")
     if not cluster.tables:
         click.echo("no measured tables: every transfer is modelled (`prism cluster fit` adds them)")
         return

@@ -9,6 +9,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prismtrace import Alignment
@@ -69,7 +70,7 @@ def command(
     if as_json:
         echo_json({"files": files, "output": output, "alignment": None if found is None else _as_json(found)})
     else:
-        click.echo(f"wrote {output} from {len(files)} files")
+        click.echo(f"wrote {output} from {counted(len(files), 'file')}")
         if found is not None:
             _show(found, files=files if clocks != "rank" else None)
     return ExitCode.OK if found is None or found.is_causal else ExitCode.FINDING
@@ -94,8 +95,9 @@ def _show(found: Alignment, *, files: tuple[Path, ...] | None) -> None:
         click.echo(f"... and {len(found.corrections) - len(rows)} more clocks")
     outliers = f" ({found.num_outliers} of their ends are outliers and left out)" if found.num_outliers else ""
     click.echo(
-        f"{found.num_collectives} collectives{outliers}; ends apart by {format_ns(found.before_median_ns)} before, "
-        f"{format_ns(found.residual_median_ns)} after (median), {format_ns(found.residual_max_ns)} (max of all)"
+        f"{counted(found.num_collectives, 'collective')}{outliers}; ends apart by "
+        f"{format_ns(found.before_median_ns)} before, {format_ns(found.residual_median_ns)} after (median), "
+        f"{format_ns(found.residual_max_ns)} (max of all)"
     )
     if found.num_early_receives:
         click.echo(

@@ -9,6 +9,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.nccl.attach import AttachReport
@@ -115,8 +116,9 @@ def _load(files: tuple[Path, ...], *, quiet: bool) -> NcclJob:
 def show_attached(report: AttachReport) -> None:
     """Print how a join came out."""
     click.echo(
-        f"{report.num_joined} of {report.num_tasks} NCCL operations of {report.num_ranks} ranks belong to "
-        f"{report.num_units_joined} of {report.num_units} units; {report.num_without_kernel} have no kernel time"
+        f"{report.num_joined} of {counted(report.num_tasks, 'NCCL operation')} of {counted(report.num_ranks, 'rank')} "
+        f"belong to {report.num_units_joined} of {counted(report.num_units, 'unit')}; "
+        f"{report.num_without_kernel} have no kernel time"
     )
     for device, fit in report.clocks.items():
         room = fit["uncertainty_ns"]
@@ -154,8 +156,8 @@ def _show_report(report: NcclReport) -> None:
     echo_table(headers, rows, right=(1, 2, 6, 7, 8, 9, 10, 11, 12))
     click.echo()
     click.echo(
-        f"{report.num_operations} operations of {report.num_ranks} ranks; a time is the shortest kernel time among an "
-        "operation's ranks:\nit holds waiting only if that rank, too, waited for a peer's kernel"
+        f"{counted(report.num_operations, 'operation')} of {counted(report.num_ranks, 'rank')}; a time is the shortest "
+        "kernel time among an operation's ranks:\nit holds waiting only if that rank, too, waited for a peer's kernel"
     )
     for num, why in (
         (report.num_shared, "ran in one launch with others: their times cannot be told apart and do not count"),

@@ -8,6 +8,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 
 @click.command("recover")
@@ -37,7 +38,8 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     if as_json:
         echo_json({"file": file, "output": output, "lost_bytes": report.lost_bytes, **json_ready(report)})
         return code
-    click.echo(f"wrote {output}: {report.num_rows} rows in {report.num_chunks} chunks, {report.num_payloads} payloads")
+    rows = f"{counted(report.num_rows, 'row')} in {counted(report.num_chunks, 'chunk')}"
+    click.echo(f"wrote {output}: {rows}, {counted(report.num_payloads, 'payload')}")
     if report.was_finished and not report.lost:
         click.echo("the file was whole: nothing had to be recovered")
     for part in report.lost:

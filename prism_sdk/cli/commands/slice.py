@@ -10,6 +10,7 @@ import click
 from prism_sdk.cli.output import echo_json, format_ns
 from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.runtime.config import StepRange
@@ -81,8 +82,8 @@ def command(
     if report.first_ns is not None and report.last_ns is not None:
         span = f", {format_ns(report.last_ns - report.first_ns)}"
     click.echo(
-        f"wrote {output}: {report.num_units} of {report.num_units_before} units of {len(report.ranks)} ranks"
-        f"{span}, {report.num_payloads} payloads"
+        f"wrote {output}: {report.num_units} of {counted(report.num_units_before, 'unit')} of "
+        f"{counted(len(report.ranks), 'rank')}{span}, {counted(report.num_payloads, 'payload')}"
     )
     if report.num_cut_waits:
         click.echo(f"{report.num_cut_waits} waits are for communication outside the slice")

@@ -5,6 +5,7 @@ Does not judge: `prism compare` holds an emulation against a real run, this only
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from types import MappingProxyType
@@ -267,7 +268,7 @@ class _Diff:
                     )
         if self._wants("scalars"):
             labels = [f"step {step} loss" for step in numbers.tolist()]
-            self._values(rank, labels, a.loss[in_a], b.loss[in_b])
+            self._values(rank, labels, a.loss[in_a], b.loss[in_b], absent_is_nan=True)
 
     def _scalars(self, rank: int, a: Any, b: Any) -> None:
         if not self._wants("scalars"):
@@ -287,21 +288,26 @@ class _Diff:
         common = [key for key in sides[0] if key in sides[1]]
         names = [f"step {step} {name} #{place}" for step, name, place in common]
         values = [np.array([side[key] for key in common], np.float64) for side in sides]
-        self._values(rank, names, *values)
+        self._values(rank, names, *values, absent_is_nan=False)
 
-    def _values(self, rank: int, names: list[str], a: NDArray[np.float64], b: NDArray[np.float64]) -> None:
+    def _values(
+        self, rank: int, names: list[str], a: NDArray[np.float64], b: NDArray[np.float64], *, absent_is_nan: bool
+    ) -> None:
         """Compares floats bit by bit, and remembers the largest difference."""
         bits = [np.ascontiguousarray(values).view(np.int64) for values in (a, b)]
         rows = np.flatnonzero((bits[0] != bits[1]) & ~(np.isnan(a) & np.isnan(b)))
         if not len(rows):
             return
         with np.errstate(invalid="ignore"):
-            sizes = np.nan_to_num(np.abs(a[rows] - b[rows]), nan=np.inf)
-        largest = int(np.argmax(sizes))
-        self._found.largest = max(self._found.largest or 0.0, float(sizes[largest]))
+            sizes = np.abs(a[rows] - b[rows])
+        both = np.isfinite(sizes)
+        if both.any():
+            self._found.largest = max(self._found.largest or 0.0, float(sizes[both].max()))
+        largest = int(np.argmax(np.where(both, sizes, np.inf)))
         where = f"rank {rank}, {names[rows[largest]]} (the largest of {len(rows)})"
-        pair = float(a[rows[largest]]), float(b[rows[largest]])
-        self._found.add("scalars", where, *pair, number=len(rows))
+        pair = (float(side[rows[largest]]) for side in (a, b))
+        texts = ("absent" if absent_is_nan and math.isnan(value) else str(value) for value in pair)
+        self._found.add("scalars", where, *texts, number=len(rows))
 
     def _named_columns(self, kind: TableKind, rank: int, a: Table, b: Table) -> None:
         """Columns that the registry does not name."""

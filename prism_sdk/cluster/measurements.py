@@ -50,7 +50,12 @@ class Sample:
 
 
 def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> list[Sample]:
-    """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary."""
+    """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary.
+
+    Raises:
+        UnreadableError: the file cannot be opened, or is no text.
+        UsageError: it is no log of nccl-tests, has no times, or nothing says which operation it is of.
+    """
     name = os.fspath(path)
     text = _text(name)
     ranks = {int(rank): host for rank, host in _RANK.findall(text)}
@@ -76,7 +81,12 @@ def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> l
 
 
 def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
-    """A CSV file with a header, or JSON: a list of objects, or an object a line."""
+    """A CSV file with a header, or JSON: a list of objects, or an object a line.
+
+    Raises:
+        UnreadableError: the file cannot be opened, is no text, or is cut off.
+        UsageError: a row lacks something.
+    """
     name = os.fspath(path)
     text = _text(name)
     rows: list[dict[str, Any]]
@@ -88,7 +98,7 @@ def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise UsageError(f"{name}: not readable as JSON: {error}") from error
+        raise UnreadableError(name, reason=f"it is no JSON: {error}") from error
     samples = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -111,7 +121,7 @@ def _text(name: str) -> str:
     except OSError as error:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not a text file") from error
+        raise UnreadableError(name, reason=f"it is not UTF-8 text, at byte {error.start}") from error
 
 
 def message_bytes(op: int, *, contributed: int, group_size: int) -> int:

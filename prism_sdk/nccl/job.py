@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.nccl.clock import ClockFit
 from prism_sdk.nccl.records import RecordFile, read_records
 from prism_sdk.nccl.stamps import Ceiling, StampCheck, make_ceiling, own_stamps
@@ -76,16 +76,20 @@ def load_job(
     """Read the record files of one job; files of processes without a communicator are left out.
 
     Raises:
-        UnreadableError: a file is no record file.
+        UnreadableError: a file is no record file, or all were cut off before their first communicator.
         UsageError: no file holds a communicator.
     """
     loaded: list[tuple[RecordFile, Tasks]] = []
+    damaged: list[str] = []
     for number, path in enumerate(paths):
         file = read_records(path)
+        damaged += [text for text in _findings(file) if file.lost_bytes]
         if file.comms:
             loaded.append((file, collect_tasks(file)))
         if progress is not None:
             progress(f"{number + 1} of {len(paths)} files read")
+    if not loaded and damaged:
+        raise UnreadableError(os.fspath(paths[0]), reason="no file holds a communicator", hint="\n  ".join(damaged[:4]))
     if not loaded:
         raise UsageError("no file holds a communicator", hint="did the job use NCCL, with NCCL_PROFILER_PLUGIN set?")
     heard = heard_stamps(loaded)

@@ -23,6 +23,7 @@ from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, Usag
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
+from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
@@ -263,7 +264,7 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
 
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
     """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N` (256 MiB)."""
-    limit = int(config.options.get("prefetch_bytes", _RING_BYTES))
+    limit = at_least(config.options, "prefetch_bytes", default=_RING_BYTES, low=0)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -43,19 +42,27 @@ def launch(config: LaunchConfig) -> LaunchResult:
     Raises PrismError as its parts do; whatever was recorded until then is in the output already.
     """
     with Progress(config.mode, quiet=config.quiet, environ=os.environ) as progress:
-        if config.mode is LaunchMode.CALIBRATE:
-            from prism_sdk.runtime.calibrating import calibrate
+        result = _launch(config, progress)
+        if result.output is not None:
+            size = counted(result.output.stat().st_size, "byte")
+            progress.say(f"done in {progress.elapsed_s:.1f} s: {result.output} ({size})")
+        return replace(result, wall_ns=round(progress.elapsed_s * 1e9))
 
-            return calibrate(config, progress)
-        if config.mode is LaunchMode.EMULATE:
-            from prism_sdk.runtime.emulating import emulate
 
-            return emulate(config, progress)
-        if config.roles is not None:
-            from prism_sdk.runtime.roles.recording import record_by_roles
+def _launch(config: LaunchConfig, progress: Progress) -> LaunchResult:
+    if config.mode is LaunchMode.CALIBRATE:
+        from prism_sdk.runtime.calibrating import calibrate
 
-            return record_by_roles(config, progress)
-        return run_job(config, _policy(config), progress)
+        return calibrate(config, progress)
+    if config.mode is LaunchMode.EMULATE:
+        from prism_sdk.runtime.emulating import emulate
+
+        return emulate(config, progress)
+    if config.roles is not None:
+        from prism_sdk.runtime.roles.recording import record_by_roles
+
+        return record_by_roles(config, progress)
+    return run_job(config, _policy(config), progress)
 
 
 def _policy(config: LaunchConfig) -> Policy:
@@ -119,7 +126,6 @@ def run_job(
         config, adapters=_adapters(config, recorded), device=config.device or recorded.get("job.device"),
         moe_skew=float(skew) if skew else None,
     )  # fmt: skip
-    started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
     if ranks is None:
@@ -188,10 +194,8 @@ def run_job(
         if kept:
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
-    wall_ns = time.monotonic_ns() - started
-    report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({counted(config.output.stat().st_size, 'byte')})")
     summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
-    return LaunchResult(0, config.output, world_size, wall_ns, summary)
+    return LaunchResult(0, config.output, world_size, round(progress.elapsed_s * 1e9), summary)
 
 
 def check_target(config: LaunchConfig) -> None:

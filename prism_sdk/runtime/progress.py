@@ -107,6 +107,11 @@ class Progress:
         if self._display is not None:
             self._display.close()
 
+    @property
+    def elapsed_s(self) -> float:
+        """How long the launch takes so far; what is shown while it runs, and what it says at its end."""
+        return time.monotonic() - self._started
+
     # -- what the launcher says ---------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -169,7 +174,7 @@ class Progress:
             self._devices = DeviceGauge(self._environ.get("CUDA_VISIBLE_DEVICES"))
         fraction, remaining = self._how_far(ranks, stage, now)
         return Sample(
-            self._verb, doing if ranks is None or stage is not None else "", now - self._started, ranks,
+            self._verb, doing if ranks is None or stage is not None else "", self.elapsed_s, ranks,
             self._rate(ranks, now), fraction, remaining, host_memory(), self._devices.memory(),
         )  # fmt: skip
 

@@ -121,7 +121,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with prismtrace.TraceReader(output) as reader:
         assert tuple(reader.ranks) == (0, 1)
     assert run(["merge", *map(str, parts), "-o", str(parts[0])]) == 2
-    assert "one of the files to merge" in capsys.readouterr().err
+    assert "which is to be read" in capsys.readouterr().err
 
 
 def test_validate_says_each_place_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.cli.outputs import check_output, overwrite_option, write_text
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -23,7 +24,7 @@ def command() -> None:
     \b
     Example:
         prism cluster init h100-sxm --nodes 64 -o mine.toml
-        prism cluster fit mine.toml --nccl-tests all_reduce.log --trace real.prism -o mine.toml
+        prism cluster fit mine.toml --nccl-tests all_reduce.log --trace real.prism -o mine.toml --overwrite
         prism cluster check mine.toml
     """
 
@@ -33,10 +34,13 @@ def command() -> None:
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
 @click.option("--name", help="Name of the cluster.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (without it: stdout).")
-def init(profile: str, nodes: int | None, name: str | None, output: Path | None) -> int:
+@overwrite_option
+def init(profile: str, nodes: int | None, name: str | None, output: Path | None, overwrite: bool) -> int:
     """Write a profile to start from: h100-sxm, h200-sxm or a100-sxm, with the public source of each figure."""
     from prism_sdk.cluster import format_cluster, load_cluster
 
+    if output is not None:
+        check_output(output, overwrite=overwrite)
     cluster = load_cluster(profile)
     cluster = replace(cluster, num_nodes=nodes or cluster.num_nodes, name=name or cluster.name)
     _write(format_cluster(cluster), output)
@@ -53,11 +57,15 @@ def init(profile: str, nodes: int | None, name: str | None, output: Path | None)
               help="Record files of NCCL's profiler, a folder of them, or `prism nccl report --json`.")  # fmt: skip
 @click.option("--trace", "traces", type=click.Path(path_type=Path), multiple=True, help="An observed trace.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (without it: stdout).")
+@overwrite_option
 def fit(
     profile: str, logs: tuple[Path, ...], op: str | None, measurements: tuple[Path, ...], records: tuple[Path, ...],
-    traces: tuple[Path, ...], output: Path | None,
+    traces: tuple[Path, ...], output: Path | None, overwrite: bool,
 ) -> int:  # fmt: skip
-    """Put measured transfers into a profile; tables of the same operation, shape and algorithm are replaced."""
+    """Put measured transfers into a profile; tables of the same operation, shape and algorithm are replaced.
+
+    The output may be the profile itself, with --overwrite.
+    """
     from prism_sdk.cluster import (
         format_cluster,
         load_cluster,
@@ -70,6 +78,8 @@ def fit(
 
     if not (logs or measurements or records or traces):
         raise UsageError("there is nothing to fit", hint="give --nccl-tests, --measurements, --nccl or --trace")
+    if output is not None:
+        check_output(output, overwrite=overwrite, sources=[*logs, *measurements, *records, *traces])
     cluster = load_cluster(profile)
     tables: list[Table] = []
     for path in logs:
@@ -78,7 +88,7 @@ def fit(
         tables += tables_of(read_measurements(path), source=path.name, cluster=cluster)
     if records:
         source = f"NCCL profiler, {records[0].name}" + (f" and {len(records) - 1} more" if records[1:] else "")
-        tables += tables_of(read_nccl(records), source=source, cluster=cluster)
+        tables += tables_of(read_nccl(records, report=_finding), source=source, cluster=cluster)
     for path in traces:
         tables += tables_of(read_trace(path, cluster), source=f"trace {path.name}", cluster=cluster)
     keys = {(table.op, table.shape, table.algo, table.proto) for table in tables}
@@ -105,11 +115,15 @@ def check(profile: str, as_json: bool) -> int:
     return ExitCode.OK
 
 
+def _finding(text: str) -> None:
+    click.echo(f"prism cluster: {text}", err=True)
+
+
 def _write(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        write_text(text, output)
 
 
 def _show(cluster: Cluster) -> None:

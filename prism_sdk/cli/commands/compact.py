@@ -7,7 +7,8 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.cli.outputs import check_output
+from prism_sdk.errors import ExitCode
 from prism_sdk.wording import counted
 
 
@@ -29,8 +30,7 @@ def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """
     import prismtrace
 
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     report = prismtrace.compact(source, output, overwrite=overwrite)
     before, after = source.stat().st_size, output.stat().st_size
     if as_json:

@@ -11,7 +11,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.errors import ExitCode
-from prism_sdk.wording import counted
+from prism_sdk.wording import counted, ranks_text
 
 if TYPE_CHECKING:
     from prismtrace import TraceReader
@@ -176,7 +176,7 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     if groups:
         click.echo()
         table = [
-            (group["name"], group["description"], group["backend"], len(group["ranks"]), _ranks_text(group["ranks"]))
+            (group["name"], group["description"], group["backend"], len(group["ranks"]), ranks_text(group["ranks"]))
             for group in groups[:limit]
         ]
         echo_table(("group", "description", "backend", "size", "ranks"), table, right=(3,))
@@ -209,18 +209,6 @@ def _show_sizes(sizes: dict[str, Any], *, limit: int | None) -> None:
 def _show_rest(number: int, *, what: str) -> None:
     if number > 0:
         click.echo(f"... and {counted(number, f'more {what}')} (--all shows them)")
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    """``0-3,8``: runs of consecutive ranks in the group's own order."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return _short(text, limit=40)
 
 
 def _short(text: str, *, limit: int = 100) -> str:

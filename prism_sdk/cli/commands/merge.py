@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -61,9 +62,7 @@ def command(
         raise UsageError(f"{'--drift' if drift else '--clocks'} says how to align", hint="add --align")
     if align and clocks != "rank" and len(files) < 2:
         raise UsageError("one file has one clock: there is nothing to align", hint="--clocks rank gives each rank one")
-    for file in files:
-        if output.exists() and file.exists() and output.samefile(file):
-            raise UsageError(f"the output {output} is one of the files to merge", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=files)
     found = prismtrace.merge(
         files, output, overwrite=overwrite, align=(clocks or "file") if align else None, drift=drift
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -63,6 +64,7 @@ def import_command(
     """
     from prism_sdk.nccl.attach import attach
 
+    check_output(output, overwrite=overwrite, sources=[trace, *files])
     report = attach(trace, _load(files, quiet=as_json), output, events=events, overwrite=overwrite)
     if as_json:
         echo_json({"output": output, "report": report})
@@ -88,7 +90,8 @@ def report_command(files: tuple[Path, ...], by: str | None, as_json: bool) -> in
         prism nccl report records/
 
     A time is that of the rank which arrived last: kernels of the others also wait. It needs no trace and no torch.
-    A row of several sizes has the bandwidth of their median size and time.
+    A row of several sizes has the bandwidth of their median size and time. Exit code 1: something is missing from the
+    records, or contradicts itself; the findings say what.
     """
     from prism_sdk.nccl.report import make_report
 
@@ -97,7 +100,7 @@ def report_command(files: tuple[Path, ...], by: str | None, as_json: bool) -> in
         echo_json(report)
     else:
         _show_report(report)
-    return ExitCode.OK
+    return ExitCode.FINDING if report.findings else ExitCode.OK
 
 
 def _load(files: tuple[Path, ...], *, quiet: bool) -> NcclJob:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -30,8 +31,7 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """
     import prismtrace
 
-    if output.exists() and file.exists() and output.samefile(file):
-        raise UsageError("the output is the damaged file itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[file])
     _refuse_shards(file)
     report = prismtrace.recover(file, output, overwrite=overwrite)
     code = ExitCode.OK if report.was_finished and not report.lost else ExitCode.UNREADABLE

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -67,8 +68,7 @@ def command(
     short = next((name for name in names if len(name) < 3), None)
     if short is not None:
         raise UsageError(f"--name {short!r} is shorter than 3 characters: it would be found everywhere")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     report = redact(
         source,
         output,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
@@ -58,8 +59,7 @@ def command(
 
     if ranks is None and steps is None and window is None:
         raise UsageError("nothing says what to cut", hint="give --ranks, --steps or --time")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     with prismtrace.TraceReader(source) as reader:
         strange = sorted(set(ranks or ()) - set(reader.ranks))
         if strange:

@@ -197,7 +197,8 @@ class RoleCoordinator(Coordinator):
         self.plan = self._pairs.plan = plan
         self._matcher.views = Views(self.families, plan)
         self.host.report(f"{counted(plan.num_roles, 'role')} ({plan.origin}), "
-                         f"{counted(len(plan.samples), 'rank')} more to verify them: {len(plan.running)} of {counted(plan.world_size, 'rank')} run")  # fmt: skip
+                         f"{counted(len(plan.samples), 'rank')} more to verify them: "
+                         f"{len(plan.running)} of {counted(plan.world_size, 'rank')} run")  # fmt: skip
         for note in plan.notes:
             self.host.report(f"an approximation: {note}")
         for rank in plan.running:

@@ -64,7 +64,8 @@ def finding(code: str, message: str, where: str) -> Finding:
 
 def _unreadable(error: PrismTraceError) -> Finding:
     offset = getattr(error, "offset", None)
-    message = error.message if isinstance(error, TraceFormatError) else str(error)  # `where` has the offset
+    message = error.message if isinstance(error, TraceFormatError) else str(error)
+    message = message.removeprefix(f"{getattr(error, 'path', '')}: ")  # `where` has the offset; who asks knows the file
     return finding("PT001", message, "file" if offset is None else f"byte {offset}")
 
 
@@ -78,7 +79,8 @@ def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
         try:
             yield from _rank(reader, rank, matching, waits, missing)
         except TraceFormatError as error:
-            yield [finding("PT003", error.message, f"rank {rank}, byte {error.offset}")]
+            where = f"rank {rank}" if error.offset is None else f"rank {rank}, byte {error.offset}"
+            yield [finding("PT003", error.message, where)]
             matching.incomplete = True
     yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
     if not matching.incomplete:
@@ -105,7 +107,7 @@ def _groups(reader: TraceReader) -> list[Finding]:
         if outside:
             found.append(finding("PT010", f"member {outside[0]} in a world of {world}", where))
     found.extend(
-        finding("PT010", f"rank {rank} in a world of {world}", f"rank {rank}")
+        finding("PT010", f"the world has {counted(world, 'rank')}", f"rank {rank}")
         for rank in reader.ranks
         if world and rank >= world
     )
@@ -235,7 +237,7 @@ class _UnitChecks:
                 self._report("PT012", rows, f"group {group_id} is unknown")
                 continue
             if rank not in group.ranks:
-                self._report("PT013", rows, f"rank {rank} is no member of group {group_id}")
+                self._report("PT013", rows, f"the rank is no member of group {group_id}")
             peers = rows & (units.peer != ABSENT32) & ~np.isin(units.peer, np.array(group.ranks, np.int32))
             self._report("PT014", peers, f"a peer is no member of group {group_id}")
         world = reader.world_size

@@ -74,7 +74,7 @@ def _remedy(job: NcclJob | None) -> str:
     """What to do, by what is missing."""
     if job is None or not job.ranks:
         return "make the report of the record files of all ranks"
-    found = operations(job)
+    found = list(operations(job))
     if any(one.file.lost_bytes for one in job.ranks):
         return "the files were cut off or damaged: copy them again, or record again and let the job end"
     if not found:

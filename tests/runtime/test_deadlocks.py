@@ -170,6 +170,7 @@ def test_threads_that_wait_for_each_other_for_ever_are_named(bench: Any) -> None
     ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 1
     assert "deadlocked: 2 ranks wait" in ended.err
+    assert "undefined" not in ended.err and "all_reduce in group of ranks 0-1 seq 0, missing ranks 1" in ended.err
 
 
 def test_polling_until_completed_puts_the_result_in_place(bench: Any) -> None:

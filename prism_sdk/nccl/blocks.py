@@ -61,6 +61,7 @@ def checksum(words: NDArray[np.uint64]) -> int:
     factors = np.arange(1, 2 * len(words) + 1, 2, dtype=np.uint64)
     return int((words * factors).sum(dtype=np.uint64))
 
+
 _PACKED = {b"\x28\xb5\x2f\xfd": "zstd -d FILE", b"\x1f\x8b": "gunzip FILE", b"\xfd7zXZ\x00": "xz -d FILE"}
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from prismtrace import TraceReader
+
 pytestmark = pytest.mark.timeout(90)
 
 START = """

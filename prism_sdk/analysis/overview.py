@@ -20,6 +20,7 @@ from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
 from prism_sdk.analysis.stragglers import Stragglers, stragglers_of
 from prism_sdk.analysis.variation import Variation, variation_of_jobs
 from prism_sdk.graph import GraphDeadlockError
+from prism_sdk.wording import counted
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Analysis", "analyze"]
@@ -172,10 +173,10 @@ def analyze(
         if is_large:
             report(what)
 
-    say(f"reading {len(chosen)} ranks of {source.path}")
+    say(f"reading {counted(len(chosen), 'rank')} of {source.path}")
     job = load_job(source, ranks=ranks, steps=steps, max_rows=max_rows)
     notes = list(job.notes)
-    say(f"dividing the steps of {len(job.graph)} units")
+    say(f"dividing the steps of {counted(len(job.graph), 'unit')}")
     parts = breakdown_of(job, max_gap_ns=max_gap_ns)
     path: CriticalPath | None = None
     if job.is_matched or len(job.ranks) == 1:

@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from prism_sdk.wording import counted
+
 if TYPE_CHECKING:
     from prism_sdk.analysis.difference import Explanation
     from prism_sdk.analysis.overview import Analysis
@@ -58,8 +60,9 @@ def _tables(a: Analysis) -> Iterator[Table]:
         p = a.pipeline
         rows = [[str(s.stage), _ranks(s.ranks), ms(s.busy_ns), ms(s.bubble_ns), f"{s.bubble_ratio:.4f}",
                  f"{p.expected_ratio:.4f}"] for s in p.stages]  # fmt: skip
-        title = (f"pipeline: {p.num_stages} stages, {p.num_microbatches} microbatches, {p.num_chunks} chunks a stage; "
-                 "bubble / busy beside (p - 1) / (v m)")  # fmt: skip
+        microbatches = counted(p.num_microbatches, "microbatch", "microbatches")
+        title = (f"pipeline: {counted(p.num_stages, 'stage')}, {microbatches}, "
+                 f"{counted(p.num_chunks, 'chunk')} a stage; bubble / busy beside (p - 1) / (v m)")  # fmt: skip
         yield title, ("stage", "ranks", "busy ms", "bubble ms", "ratio", "formula"), rows
     rows = [[str(r.rank), "-" if r.stage is None else str(r.stage), r.cause or "-", f"{r.num_last}/{r.num_collectives}",
              ms(r.caused_wait_ns), ms(r.excess_compute_ns), ms(r.stage_excess_ns), ms(r.excess_network_ns),
@@ -102,7 +105,8 @@ def format_analysis(analysis: Analysis) -> str:
     """The tables of an analysis, and its notes."""
     job = analysis.job
     overlap = analysis.breakdown.overlap_ratio
-    head = f"{job.path}: {job.graph.graph_kind.name.lower()} graph, {len(job.ranks)} of {job.graph.world_size} ranks"
+    ranks = f"{len(job.ranks)} of {counted(job.graph.world_size, 'rank')}"
+    head = f"{job.path}: {job.graph.graph_kind.name.lower()} graph, {ranks}"
     if overlap is not None:
         head += f", {100 * overlap:.1f} % of communication hidden by computing"
     notes = "\n".join(["notes", *(f"  - {note}" for note in analysis.notes)]) if analysis.notes else ""

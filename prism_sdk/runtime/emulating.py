@@ -25,6 +25,7 @@ from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
+from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
@@ -33,6 +34,7 @@ from prism_sdk.runtime.manifest import Script, read_scripts
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.wording import counted
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -190,12 +192,13 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
         left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
         if left and left == len(script.expected):
             raise TraceMismatchError(
-                rank, unit_index=None, expected=f"{left} operations", found="none of them", file=str(graph)
+                rank, unit_index=None, expected=counted(left, "operation"), found="none of them", file=str(graph)
             )
         if left:
             report(
-                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
-                "were not reached (fewer steps than recorded, or another program)"
+                f"rank {rank} ended before the graph does: {left} of its "
+                f"{counted(len(script.expected), 'recorded operation')} were not reached "
+                "(fewer steps than recorded, or another program)"
             )
 
 
@@ -224,7 +227,7 @@ def _prepare(
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
     plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
-    report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
+    report(f"{counted(len(plan), 'boundary operation')}, {counted(int(plan.term_offsets[-1]), 'term')}")
     for rank, script in scripts.items():
         script.save(work / f"script-{rank}")
         if not script.has_values:
@@ -262,7 +265,7 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
 
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
     """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N` (256 MiB)."""
-    limit = int(config.options.get("prefetch_bytes", _RING_BYTES))
+    limit = at_least(config.options, "prefetch_bytes", default=_RING_BYTES, low=0)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

@@ -167,7 +167,7 @@ class RecordSeam(Seam):
         self.groups.append(group)
         trace_group(self.tracer, group)
         ranks = group.ranks if group.group_rank == 0 else None
-        self.conversation.tell(("group", group.group_id, group.description or group.name, ranks))
+        self.conversation.tell(("group", group.group_id, group.label, ranks))
 
     # -- one operation ----------------------------------------------------------------------------------------------
 
@@ -311,7 +311,7 @@ class RecordSeam(Seam):
             sent = sources[member][1][me]
             if sent != tensor.nbytes:
                 raise CollectiveMismatchError(
-                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    call.group.label, seq=int(key[-1]), field="byte count",
                     values={ranks[me]: f"expects {tensor.nbytes} bytes of rank {ranks[member]} at {user_place()}",
                             ranks[member]: f"sends it {sent} bytes"} if member != me else
                            {ranks[me]: f"expects {tensor.nbytes} bytes of itself at {user_place()}, and sends {sent}"},
@@ -323,7 +323,7 @@ class RecordSeam(Seam):
             available = len(contribution) if isinstance(contribution, bytes) else (contribution or (0, 0))[1]
             if offset + len(view) > available:
                 raise CollectiveMismatchError(
-                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    call.group.label, seq=int(key[-1]), field="byte count",
                     values={call.group.ranks[call.group.group_rank]: f"expects {offset + len(view)} bytes or more of "
                             f"member {member} at {user_place()}, which gave {available}"},
                 )  # fmt: skip

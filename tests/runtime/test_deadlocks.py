@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from prism_sdk.cli.main import run
+from prismtrace import TraceReader
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -157,6 +158,8 @@ def test_a_program_that_can_go_on_is_not_called_deadlocked(bench: Any, body: str
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["4.0", "2", "4.0", "2"]
     assert run(["validate", str(bench.output)]) == 0
+    with TraceReader(bench.output) as reader:  # a group that the program does not describe has no description
+        assert {group.description for group in reader.groups.values()} <= {"default_pg", ""}
 
 
 def test_threads_that_wait_for_each_other_for_ever_are_named(bench: Any) -> None:

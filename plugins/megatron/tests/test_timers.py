@@ -1,4 +1,4 @@
-"""Megatron's own timers against the sums of Prism's units, in one run: both saw the same machine under the same load."""
+"""Megatron's own timers against the sums of Prism's units, in one run: both saw the same machine and load."""
 
 from __future__ import annotations
 
@@ -90,6 +90,5 @@ def test_timers_of_megatron_agree_with_the_sums_of_units(tmp_path: Path) -> None
                 if name != ("messages" if job == "replicas" else "grad_sync"):  # which there are none of
                     ratios[rank, job, name].append(units[name] / 1e9 / sum(seconds.get(one, 0) for one in names))
     medians = {key: statistics.median(values) for key, values in ratios.items()}
-    print(*(f"{key} {value:.4f}" for key, value in medians.items()), sep="\n")
     off = {key: value for key, value in medians.items() if abs(value - 1) > 0.03}
     assert not off and len(medians) == 2 * 2 * 5, off

@@ -20,6 +20,7 @@ _PHASES = {phase.name.lower(): int(phase) for phase in Phase if phase}
 _OTHER = int(Phase.OTHER)
 _NOTHING = (None,) * 7
 _MOST_NAMES = 1 << 16  # labels may be endless; beyond it equal names are no longer one object
+_DEFAULT = "default_pg"  # torch's description of the group of all ranks
 _MESH = "mesh_"  # torch's description of the groups of a DeviceMesh: mesh_ and the name of the dimension
 
 
@@ -68,6 +69,8 @@ class Naming:
             purpose = self.purposes.get(group.description) or self.purposes.get(group.name)
             if purpose is None and group.description.startswith(_MESH):
                 purpose = group.description.removeprefix(_MESH)
+            if purpose is None and group.description == _DEFAULT:
+                purpose = "world"
             if purpose:
                 writer.set_metadata(f"group.{group.group_id}.purpose", purpose)
 

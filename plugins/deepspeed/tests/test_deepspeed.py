@@ -13,7 +13,7 @@ from prismtrace_deepspeed.adapter import DeepSpeedAdapter
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order, used_groups
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 MICROBATCHES = 4
@@ -87,6 +87,10 @@ def test_stages_schedule_and_coordinates(job: Launched) -> None:
     with prismtrace.TraceReader(job.trace) as reader:
         found = [reader.metadata[f"rank.{rank}.coordinates"] for rank in range(NUM_RANKS)]
         assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(NUM_RANKS))
+    assert used_groups(job.trace, 0, step=STEP_OF["zero:3:engine"]) == {("dp", tuple(range(NUM_RANKS)))}
+    assert used_groups(job.trace, 3, step=STEP_OF["pipe:2"]) == {
+        ("dp", (0, 1, 2, 3)), ("pp", (3, 7)), ("tp_pp", (3, 7)), ("dp", tuple(range(NUM_RANKS))),
+    }  # fmt: skip
     assert [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found] == ["0"] * 4 + ["1"] * 4
 
 

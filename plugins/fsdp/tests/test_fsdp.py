@@ -14,7 +14,7 @@ from prismtrace_fsdp.adapter import DataParallelAdapter
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order, used_groups
 
 JOB = Path(__file__).parent / "data_parallel_job.py"
 KINDS = ("ddp", "fsdp1", "fsdp2", "hsdp", "grouped", "twice", "tensor")
@@ -88,6 +88,9 @@ def test_hybrid_sharding_reduces_over_replicas_too(job: Job) -> None:
     reductions = counted(order, "grad_sync", "all_reduce")
     assert reductions == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
     purposes = {(unit.op, unit.purpose) for unit in order if unit.op is not None}
+    assert used_groups(job.trace, 6, step=2 * KINDS.index("hsdp") + 1) == {
+        ("dp_shard", (4, 5, 6, 7)), ("dp_replicate", (2, 6)),
+    }  # fmt: skip
     assert purposes == {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")}
 
 

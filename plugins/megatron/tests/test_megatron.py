@@ -16,7 +16,7 @@ from prismtrace_megatron.experts import skew_bias
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order, used_groups
 from prismtrace import Op
 
 JOB = Path(__file__).parent / "megatron_job.py"
@@ -154,6 +154,13 @@ def test_layers_stages_purposes_and_coordinates(dense: Job, mixed: Job) -> None:
     found = {(unit.stage, unit.layer) for unit in mixed.order(0) if unit.layer}
     assert found == {(0, "layers.0"), (2, "layers.2")}
     assert {unit.purpose for unit in dense.order(0) if unit.op == "all_reduce"} >= {"tp"}
+    assert used_groups(dense.launched.trace, 7, step=1) == {
+        ("tp", (6, 7)), ("pp", (3, 7)), ("dp_cp", (5, 7)), ("tp_pp", (2, 3, 6, 7)),
+    }  # fmt: skip
+    assert used_groups(mixed.launched.trace, 5, step=3) >= {
+        ("pp", (1, 5)), ("ep", (4, 5)), ("etp_ep", (4, 5)), ("dp_cp", (4, 5, 6, 7)), ("edp", (5, 7)),
+        ("world", tuple(range(NUM_RANKS))),  # half of the messages: Megatron's way around a deadlock between two
+    }  # fmt: skip
     with prismtrace.TraceReader(mixed.launched.trace) as reader:
         assert reader.metadata["rank.7.coordinates"] == "tp=0,pp=1,dp=3,cp=0,ep=1"
         assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(NUM_RANKS))

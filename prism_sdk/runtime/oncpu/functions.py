@@ -153,8 +153,8 @@ def _convert_amp() -> None:
 
 
 def _convert_wrappers() -> None:
-    """DDP refuses device numbers for modules on a CPU, FSDP would move modules to them."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    """DDP refuses device numbers for modules on a CPU; FSDP would move modules to them, and sends no weights of CPUs."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
     ddp: Any = torch.nn.parallel.DistributedDataParallel
     fsdp: Any = FullyShardedDataParallel
@@ -171,3 +171,6 @@ def _convert_wrappers() -> None:
         fsdp_init(self, module, *args, **kwargs)
 
     ddp.__init__, fsdp.__init__ = init_ddp, init_fsdp
+    checks: Any = _init_utils
+    if hasattr(checks, "_check_module_states_for_sync_module_states"):  # gloo broadcasts them well
+        checks._check_module_states_for_sync_module_states = lambda module_states: None

@@ -186,7 +186,7 @@ def _convert_amp() -> None:
 
 
 def _convert_wrappers() -> None:
-    """DDP refuses device numbers for modules on a CPU; FSDP would move modules to them, and sends no weights of CPUs."""
+    """DDP refuses device numbers for modules on a CPU; FSDP would move modules there, and sends no weights of CPUs."""
     from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
     ddp: Any = torch.nn.parallel.DistributedDataParallel

@@ -16,7 +16,7 @@ import torch
 import prismtrace
 from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from prism_sdk.errors import CollectiveMismatchError, PrismError
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.config import PayloadMode

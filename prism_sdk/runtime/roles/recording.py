@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from prism_sdk.errors import AsymmetryError
-from prism_sdk.runtime.config import LaunchConfig, LaunchResult, PayloadMode
+from prism_sdk.runtime.config import LaunchConfig, LaunchResult
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.launcher import run_job
 from prism_sdk.runtime.progress import Progress
@@ -35,7 +35,6 @@ def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
     Raises PrismError as a recording of all ranks does, and AsymmetryError where a rank that stands for others cannot.
     """
     plan = stated_plan(config)
-    config = replace(config, payloads=config.payloads or PayloadMode.NONE)
     is_stated, left_out = plan is not None, list[Disagreement]()
     for start in range(_MAX_STARTS):
         attempt = _Attempt(config, plan, is_stated=is_stated, left_out=left_out, progress=progress)

@@ -6,6 +6,8 @@ groups that cost nothing where the rank is no member.  Whom a contribution stand
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,8 @@ from prism_sdk.runtime.wire import Channel
 from prismtrace.model import Op
 
 _SCOUT = 0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE_BLOCK_BYTES = 1 << 18
 
 
 class RoleConversation(Conversation):
@@ -67,6 +71,7 @@ class RoleSeam(RecordSeam):
 
     def install(self) -> None:
         super().install()
+        _give_back_freed_memory()
         skip_foreign_groups(self.conversation if self.spec.rank == _SCOUT else None)
 
     def group_created(self, group: GroupState) -> None:
@@ -111,6 +116,18 @@ class RoleSeam(RecordSeam):
     def deliver(self, call: Call, sources: Any, read_into: ReadInto) -> None:
         if not isinstance(sources, SharedSources) or not deliver_repeated(call, sources.of_member, read_into):
             super().deliver(call, sources, read_into)
+
+
+def _give_back_freed_memory() -> None:
+    """Blocks of 256 KiB and more leave the process when they are freed.
+
+    Gathers over thousands of ranks free buffers of many MiB again and again. glibc would take the first of them as a
+    sign to keep such blocks, and every rank that waits for its turn would hold its largest ones.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, _LARGE_BLOCK_BYTES)
 
 
 def skip_foreign_groups(conversation: RoleConversation | None) -> None:

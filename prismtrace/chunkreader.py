@@ -45,7 +45,8 @@ class _Loaded(NamedTuple):
     stacks: list[StackedChunk]
 
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 class _Recent(Generic[K, V]):

@@ -334,8 +334,9 @@ class _EventSlack:
     def __init__(self, graph: JobGraph, times: Times, completion_slack: list[int]) -> None:
         """`completion_slack`: of each row, as it is known so far; others go on changing it."""
         self._completion_slack = completion_slack
-        self._members, self._offsets = graph.event_rows.tolist(), graph.event_offsets.tolist()
-        self._previous = graph.event_previous.tolist()
+        self._members: list[int] = graph.event_rows.tolist()
+        self._offsets: list[int] = graph.event_offsets.tolist()
+        self._previous: list[int] = graph.event_previous.tolist()
         receives = graph.columns["kind"][graph.event_rows] != UnitKind.SEND
         self._receives = receives.tolist()
         begins = graph.event_offsets[:-1]

@@ -71,12 +71,8 @@ class Slices(CalibrationStrategy):
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
-            for position, ranks in enumerate(slices):
-                doing = f"pass {index + 1}, slice {position + 1} of {len(slices)}"
-                context.report(f"{doing}: ranks {_short(ranks)}")
-                context.progress(position, len(slices), doing=doing)
-                trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
-                measured.append(JobGraph.load(trace))
+            traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
+            measured += [JobGraph.load(trace) for trace in traces]
             context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
             before = prediction
@@ -234,10 +230,6 @@ def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, 
 def _progress(one: CalibrationPass) -> str:
     change = "" if one.change_percent is None else f", change {one.change_percent:.2f} %"
     return f"pass {one.index + 1}: step {one.predicted_step_ns / 1e6:.3f} ms{change}"
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 @hookimpl

@@ -188,6 +188,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         raise click.BadParameter(
             f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"
         )  # fmt: skip
+    if values.get("address") is not None and values.get("engine") is None:
+        raise click.UsageError("--address is that of an engine's cluster: give --engine ray too.")
     payloads = values.get("payloads")
     return LaunchConfig(
         mode=mode,
@@ -213,6 +215,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),
+        engine=values.get("engine"),
+        address=values.get("address"),
         adapters=tuple(values["adapters"]) or None,
         plugins=tuple(values["plugins"]),
         payloads=None if payloads is None else PayloadMode(payloads),

@@ -31,6 +31,7 @@ from prism_sdk.runtime.manifest import Script, is_by_roles, read_scripts
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -216,6 +217,9 @@ def _prepare(
                 hint="choose with --sandbox",
             )
         scripts, by_roles = read_scripts(reader, sandbox), is_by_roles(reader)
+        for rank, other in _stood_for(reader, sandbox) if by_roles else ():
+            report(f"rank {rank} did not run when {graph_path.name} was recorded, rank {other} stood for it: what "
+                   "follows from data of its own (sizes of routing) is not in the graph")  # fmt: skip
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     graph = boundary_graph(times or graph_path, sandbox)
@@ -239,6 +243,14 @@ def _prepare(
         options=dict(config.options), by_roles=by_roles,
     )  # fmt: skip
     return scripts, facts
+
+
+def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The sandbox ranks that did not run in a recording by roles, and the ranks whose rows they have."""
+    roles = RecordedRoles.of(reader)
+    for rank in sandbox:
+        if roles is not None and roles.stands_for[rank] != rank:
+            yield rank, int(roles.stands_for[rank])
 
 
 def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:

@@ -102,6 +102,8 @@ def test_a_sandbox_rank_sees_what_it_saw_in_the_recording(jobs: Launches, emulat
     """Rank 34 did not run: it sees what the rank of its role saw."""
     assert seen(jobs, "emulated", 0) == seen(jobs, "recorded", 0)
     assert seen(jobs, "emulated", 34) == seen(jobs, "recorded", 0)
+    assert "rank 34 did not run when" in emulated.err
+    assert "rank 0 did not run" not in emulated.err
 
 
 def test_losses_are_those_of_the_recording(recorded: Launched, emulated: Launched) -> None:

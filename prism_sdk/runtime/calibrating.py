@@ -17,6 +17,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
+from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_folder
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
@@ -27,7 +28,11 @@ from prismtrace import TraceReader
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes."""
 
-    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress) -> None:
+    def __init__(
+        self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
+        engine: RayEngine | None = None,
+    ) -> None:  # fmt: skip
+        self._engine = engine
         self._config = config
         self._graph = graph
         self._work_dir = work_dir
@@ -52,7 +57,8 @@ class SliceContext(CalibrationContext):
 
     @property
     def num_slots(self) -> int:
-        return min(self._config.num_slots or num_cpus(), self._world_size)
+        here = num_cpus() if self._engine is None else self._engine.num_cpus
+        return min(self._config.num_slots or here, self._world_size)
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -64,6 +70,23 @@ class SliceContext(CalibrationContext):
         with self._progress.muted():
             run_sandbox(config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path)
         return output
+
+    def run_slices(self, slices: Sequence[Sequence[int]], *, graph_path: Path, label: str) -> list[Path]:
+        if self._engine is None:
+            return super().run_slices(slices, graph_path=graph_path, label=label)
+        self.report(f"{label}: {len(slices)} slices over {self._engine.num_nodes} machines")
+        config = replace(self._config, quiet=True, local_ranks_filter=(), num_slots=None)
+        tasks = [
+            SliceTask(
+                config, self._graph, tuple(sorted(ranks)), graph_path,
+                self._work_dir / f"{label.replace(' ', '')}-slice{position}.prism",
+            )
+            for position, ranks in enumerate(slices)
+        ]  # fmt: skip
+        done = self._engine.run(tasks, lambda done: self.progress(done, len(tasks), doing=label))
+        if done < len(tasks):
+            self.report(f"{label}: {len(tasks) - done} of {len(tasks)} slices were finished before")
+        return [task.output for task in tasks]
 
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
         output = self._work_dir / f"{label}.prism"
@@ -95,11 +118,18 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
-    try:
-        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
+    if config.engine is None:
+        work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
+        try:
+            result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
+        finally:
+            shutil.rmtree(work_dir, ignore_errors=True)
+    else:
+        work_dir = kept_folder(config)
+        with RayEngine(config.address, num_slots=config.num_slots) as engine:
+            context = SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine)
+            result = strategy.calibrate(context)
+        shutil.rmtree(work_dir, ignore_errors=True)  # not after a failure: what is finished counts next time
     progress.say(_sentence(result))
     summary = asdict(result) | {"output": str(result.output)}
     return LaunchResult(0, result.output, world_size, round(progress.elapsed_s * 1e9), summary)

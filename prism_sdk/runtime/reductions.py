@@ -76,7 +76,7 @@ def _named(values: Iterable[Any]) -> int:
         if isinstance(op, ReduceOp):
             op = op.op  # type: ignore[attr-defined]
         if isinstance(op, ReduceOp.RedOpType):
-            return int(op)
+            return int(op.value)
     return _SUM
 
 

@@ -105,6 +105,7 @@ class Agent:
         self._naming = activate_adapters(
             self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
         )
+        os.register_at_fork(after_in_child=self._naming.close)  # a data loader's workers have no trace
 
     def explain(self, error: BaseException) -> tuple[PrismError | None, str]:
         """What is to be said of the end of a program that ran out of device memory."""

@@ -24,6 +24,7 @@ from typing import Any
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.forkserver import descendants_of
+from prism_sdk.runtime.gauges import count_oom_kills
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.progress import Snapshot
@@ -112,7 +113,7 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._forkserver, self._control = _start_forkserver(environment, descriptors, library)
+        self._forkserver, self._control = _start_forkserver(environment, descriptors, library, _adapters_of(specs))
         _allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
@@ -352,31 +353,27 @@ def _allow_descriptors(num_ranks: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def count_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory, as far as it tells: on the machine and in our cgroup."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
-        total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/cgroup") as file:
-            path = next((line.rstrip()[3:] for line in file if line.startswith("0::")), "")
-        with open(f"/sys/fs/cgroup{path}/memory.events") as file:
-            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return total
-
-
 def _start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None
+    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
-    """Start the process that forks ranks, with `library` loaded; ranks inherit `descriptors` under their numbers."""
+    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers.
+
+    It loads `library` first; `adapters` are those that each rank will activate.
+    """
     ours, theirs = socket.socketpair()
     # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), *([str(library)] if library else [])],
+        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), str(library or ""), *adapters],
         pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()
     return process, wire.Channel(ours)
+
+
+def _adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:
+    """What can be prepared for all ranks; plugins that the user named are loaded in the ranks only."""
+    first = specs[0]
+    return () if first.plugins else first.adapters or ()
 
 
 def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:

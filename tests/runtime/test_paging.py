@@ -164,8 +164,7 @@ def test_a_running_rank_comes_before_one_that_is_to_return() -> None:
 def test_what_fits_nowhere_is_refused_where_it_is_asked_for() -> None:
     machine = Machine(100)
     machine.start(0)
-    assert not machine.allocate(0, 101)
-    assert machine.failure is None  # the program gets its own error
+    assert not machine.allocate(0, 101) and machine.failure is None  # the program gets its own error
 
 
 def test_without_room_in_the_host_the_reason_is_said() -> None:
@@ -227,8 +226,7 @@ def test_a_rank_whose_threads_may_compute_is_left_alone() -> None:
     machine.pager.holds(0, 0, 60, stays=True)
     machine.pager.parked(0)
     machine.start(1)
-    assert not machine.allocate(1, 60)
-    assert machine.moves == []
+    assert not machine.allocate(1, 60) and machine.moves == []
 
 
 def test_a_move_that_breaks_ends_the_launch_and_names_the_rank() -> None:
@@ -369,7 +367,7 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     assert plan(2, device="cpu") == setup.PagingPlan()
     assert plan(2, parked_memory_bytes=0) == setup.PagingPlan()
     found = plan(2, {"CUDA_VISIBLE_DEVICES": "1"}, parked_memory_bytes=5)
-    assert found.spec is not None and found.spec.moves and not found.spec.is_alone and found.library is not None
+    assert found.spec and found.spec.moves and not found.spec.is_alone and found.library is not None
     assert found.moves == MoveOptions(can_move=True, host_bytes=5, visible_devices="1")
     found = plan(2, mode=LaunchMode.OBSERVE, device_memory_bytes=80 << 30)
     assert found.spec is not None and (found.spec.limit_bytes, found.spec.moves) == (80 << 30, False)

@@ -90,11 +90,6 @@ class Tracer:
     # -- events -----------------------------------------------------------------------------------------------------
 
     @property
-    def phase(self) -> Phase:
-        """What the program is doing now."""
-        return Phase(self._phase)
-
-    @property
     def num_units(self) -> int:
         return self._flushed + len(self._rows)
 

@@ -15,6 +15,7 @@ from prism_sdk.runtime.oncuda.ledger import gib
 from prism_sdk.runtime.oncuda.paging.library import Pages, current_pages
 from prism_sdk.runtime.ranks import PagingSpec
 from prism_sdk.runtime.tracer import Tracer
+from prismtrace.model import Phase
 
 _WORKERS = 8
 
@@ -69,5 +70,5 @@ def describe_limit(error: BaseException, spec: PagingSpec | None, *, tracer: Tra
 def _place(tracer: Tracer) -> str:
     """`unit 57 (forward, layers.3)`."""
     names = tracer.names
-    known = [tracer.phase.name.lower(), *([] if names is None else [names.label, names.layer])]
+    known = [Phase(tracer.phase).name.lower(), *([] if names is None else [names.label, names.layer])]
     return f"unit {tracer.num_units} ({', '.join(filter(None, known))})"

@@ -188,6 +188,11 @@ class Tracer:
             if index >= 0:
                 self._rows[index][position] = value
 
+    @property
+    def next_step(self) -> int:
+        """The step that units belong to which come behind the last step of an optimizer."""
+        return self.step + (self._boundary is not None)
+
     # -- phases and steps -------------------------------------------------------------------------------------------
 
     def backward_begins(self, losses: list[float | Callable[[], float]]) -> None:

@@ -116,6 +116,7 @@ class Gpu:
         self.host = time.monotonic_ns() + 10_000_000_000  # after the rank has started
         self.busy_until = 0  # host time at which what was launched is done
         self.ppm = ppm
+        self.stream = 0  # address of the stream that is current
         gpu = self
 
         class Event:
@@ -131,7 +132,10 @@ class Gpu:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) * (1 + gpu.ppm / 1e6) / 1e6
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(clock, "Event", Event)
+        monkeypatch.setattr(clock, "current_device", lambda: 0)
+        monkeypatch.setattr(clock, "current_stream", lambda _device: self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=self.stream))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)

@@ -160,3 +160,41 @@ def test_what_is_captured_is_a_unit_and_gets_no_event(observed: Any, monkeypatch
     units, _ = read()
     assert isinstance(before, Mark) and isinstance(after, Mark)
     assert (units.kind == UnitKind.COLLECTIVE).sum() == 1 and not tracer._durations._expected
+
+
+def test_who_waits_for_the_future_does_not_wait_for_the_handle(observed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL's handle lets go of its tensors when it is waited for; its future does not, and DDP waits for futures."""
+    gpu, tracer, _, read = observed
+    monkeypatch.setattr(observe, "device_of", lambda _call: torch.device("cuda"))
+    waits: list[str] = []
+
+    class Inner:
+        def wait(self) -> bool:
+            waits.append("handle")
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def get_future(self) -> Any:
+            future: torch.futures.Future[list[Any]] = torch.futures.Future()
+            future.add_done_callback(lambda _: waits.append("future"))
+            future.set_result([])
+            return future
+
+    handles = []
+    for seq, asks_future in enumerate((True, False)):
+        call = Call(Op.ALL_REDUCE, GROUP, Inner, is_async=True, reduce_op=ReduceOp.SUM, dtype=DType.FLOAT32)
+        work = ObserveSeam(tracer).issue(call)
+        gpu.launch(1_000_000)
+        if asks_future:
+            work.get_future().wait()
+            assert waits == ["future"]
+        else:
+            work.wait()
+            assert waits == ["future", "handle"]
+        handles.append((seq, work))
+    handles[0][1].wait()  # the program may do both, from another stream too
+    assert waits == ["future", "handle", "handle"]
+    units, _ = read()
+    assert (units.kind == UnitKind.WAIT).sum() == 2

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+_MOST = 1024  # units of one stream that nobody waits for, before the oldest are given up
 Waited = Callable[[list[int], Callable[[], None]], None]
 
 
@@ -30,7 +31,10 @@ class StreamFollower:
         """What comes next on `stream` is behind `unit`."""
         if not self._is_installed:
             self._install()
-        self._ahead.setdefault(stream, []).append(unit)
+        ahead = self._ahead.setdefault(stream, [])
+        ahead.append(unit)
+        if len(ahead) > _MOST:
+            del ahead[: -_MOST // 2]
 
     def _install(self) -> None:
         self._is_installed = True

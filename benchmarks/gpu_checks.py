@@ -213,19 +213,20 @@ def _mean_step(ran: Ran) -> list[float]:
 
 
 def describe_kernels(path: Path) -> bool:
-    """Whether the kernels of steps 7 and 8 are there, and NCCL's among them."""
+    """Whether the kernels of steps 7 and 8 are there, and NCCL's among them (which a rank alone does not launch)."""
     from prism_sdk.graph.compare import compare_traces
     from prismtrace import TraceReader
 
     with TraceReader(path) as reader:
         events = reader.events(0)
         steps = sorted(set(events.columns()["prism.step"].tolist())) if len(events) else []
+        is_alone = reader.world_size == 1
         num_nccl = sum("nccl" in (name or "").lower() for name in events.name)
     kernels = compare_traces([path], [path]).ranks[0].kernels
     print(f"   {len(events)} kernels of steps {steps}, {num_nccl} of NCCL; {len(kernels)} names, the longest "
           f"{[(k.name[:40], k.num_real, round(k.real_ns / 1e6, 3)) for k in kernels[:3]]} (ms a step)",
           flush=True)  # fmt: skip
-    return steps == [7, 8] and num_nccl > 0
+    return steps == [7, 8] and (num_nccl > 0 or is_alone)
 
 
 def describe(path: Path, seen: Ran) -> bool:

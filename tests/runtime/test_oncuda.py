@@ -178,6 +178,31 @@ def test_durations_go_to_the_units_they_belong_to(monkeypatch: pytest.MonkeyPatc
     assert 9 not in known.known
 
 
+def test_the_recorder_is_asked_before_it_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries: list[dict[str, Any]] = []
+    num_asked = [0]
+
+    def last_entries() -> list[dict[str, Any]]:
+        num_asked[0] += 1
+        return entries[-1024:]
+
+    monkeypatch.setattr(durations, "_entries", last_entries)
+    known = durations.Durations()
+    for unit in range(3000):  # wanted: none is lost
+        entries.append(entry(unit, "all_reduce", float(unit)))
+        known.expect(unit, "0", Op.ALL_REDUCE)
+    known.collect()
+    assert known.known == {unit: unit * 1_000_000 for unit in range(3000)}
+    for unit in range(3000, 8000):  # nobody wants to know: nothing piles up, nobody is asked
+        entries.append(entry(unit, "all_reduce", 1.0))
+        known.expect(unit, "0", Op.ALL_REDUCE, wanted=False)
+    assert not any(known._expected.values()) and num_asked == [6]
+    entries.append(entry(8000, "all_reduce", 7.0))
+    known.expect(8000, "0", Op.ALL_REDUCE)
+    known.collect()
+    assert known.known[8000] == 7_000_000
+
+
 # -- peaks ------------------------------------------------------------------------------------------------------------
 
 

@@ -16,7 +16,7 @@ import torch
 import prismtrace
 from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
@@ -27,9 +27,19 @@ from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number,
 from prism_sdk.runtime.oncuda.order import HostOrder, order_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
-from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
+from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.tensors import (
+    Bytes,
+    deliver,
+    deliver_locally,
+    deliver_repeated,
+    fill,
+    memory_differs,
+    memory_of,
+    plain,
+)
 from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import Op, ReduceOp
@@ -62,6 +72,7 @@ class EmulateSeam(Seam):
         self.num_without_values = 0
         self._started = False
         self.groups: list[GroupState] = []
+        self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -76,6 +87,10 @@ class EmulateSeam(Seam):
         install_coalescing()
         install_destroying(lambda: self.groups)
         install_futures()
+        if self.facts.by_roles:
+            from prism_sdk.runtime.roles.seam import skip_foreign_groups
+
+            skip_foreign_groups(None)
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
 
@@ -105,7 +120,8 @@ class EmulateSeam(Seam):
             met, meant = self.cursor.stand_ins.pop()
             if met.stream is not None and meant.stream is not None:
                 self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
-        if call.is_p2p and call.peer is None:
+        is_any = call.is_p2p and call.peer is None
+        if is_any:
             call.peer = call.group.ranks.index(one.peer or 0)
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
@@ -122,6 +138,8 @@ class EmulateSeam(Seam):
             line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
+        if not is_any:
+            self._receives.add(call, handle, work)
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -182,6 +200,7 @@ class EmulateSeam(Seam):
         carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
+            self._receives.forget(handle)
             start = now_ns() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
@@ -199,6 +218,7 @@ class EmulateSeam(Seam):
             if not is_in_background():
                 self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
                 place_before(call, seq, wait=False)  # its transfer may still be under way
+                self._receives.place(call, lambda receive: self.engine.is_complete(receive, due), wait=False)
             elif is_seen():
                 self.tracer.complete(unit, now_ns())
 
@@ -229,14 +249,19 @@ class EmulateSeam(Seam):
         me = call.group.group_rank
 
         def read_into(member: int, offset: int, view: memoryview) -> None:
-            source = by_source.get(member, mine) if call.op is Op.RECV or member != me else mine
+            source = by_source.get(one.giver(member), mine) if call.op is Op.RECV or member != me else mine
             piece = source[offset : offset + len(view)]
             if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
                 view, rest = view[: len(piece)], view[len(piece) :]
                 rest[:] = bytes(len(rest))
             _copy(view, piece)
 
-        deliver(call, read_into, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+        if one.alike is not None and deliver_repeated(call, one.alike, read_into):
+            return
+        deliver(
+            call, read_into,
+            lambda member: call.send_bytes or () if member == me else one.send_bytes[one.giver(member)],
+        )  # fmt: skip
 
     def _give_reduction(self, call: Call, by_source: dict[int, memoryview]) -> None:
         """The recorded result, where this rank contributes what it did then; else that, compensated for the difference.

@@ -27,6 +27,7 @@ from prism_sdk.runtime.config import (
     LaunchMode,
     LaunchResult,
     PayloadMode,
+    StepRange,
 )
 from prism_sdk.settings import Settings
 from prism_sdk.wording import counted
@@ -191,6 +192,11 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         raise click.BadParameter(
             f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"
         )  # fmt: skip
+    kernels: StepRange | None = values.get("kernels")
+    if kernels is not None and kernels.first < 1:
+        raise click.BadParameter("step 0 has no beginning that Prism sees; begin with 1.", param_hint="'--kernels'")
+    if kernels is not None and values["device"] == "cpu":
+        raise click.UsageError("--kernels records kernels of GPUs, and --device cpu uses none: leave one of them out.")
     if values.get("address") is not None and values.get("engine") is None:
         raise click.UsageError("--address is that of an engine's cluster: give --engine ray too.")
     payloads = values.get("payloads")
@@ -230,6 +236,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         parked_memory_bytes=values.get("parked_memory"),
         parked_disk=values.get("parked_disk"),
         nccl_profiler=bool(values.get("nccl_profiler")),
+        kernels=kernels,
         options=dict(values["options"]),
         quiet=values["quiet"],
         json=values["as_json"],

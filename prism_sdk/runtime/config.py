@@ -144,6 +144,8 @@ class LaunchConfig:
     """Record: a folder for what host memory has no room for."""
     nccl_profiler: bool = False
     """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
+    kernels: StepRange | None = None
+    """Observe and emulate: the steps whose kernels are recorded; absent: none."""
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False
     json: bool = False

@@ -136,7 +136,7 @@ class Tracer:
     def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         self.compute_until(start_ns)
         start_ns = max(start_ns, self._last_ns)
-        end_ns = max(start_ns, end_ns)
+        end_ns = max(end_ns, start_ns)  # the end if they are equal: it may be a point on a device
         phase, names = self.phase, self.names
         if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
             awaited = unit - self._flushed
@@ -170,6 +170,11 @@ class Tracer:
             index = unit - self._flushed
             if index >= 0:
                 self._rows[index][position] = value
+
+    @property
+    def next_step(self) -> int:
+        """The step that units belong to which come behind the last step of an optimizer."""
+        return self.step + (self._boundary is not None)
 
     # -- phases and steps -------------------------------------------------------------------------------------------
 

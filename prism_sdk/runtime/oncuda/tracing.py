@@ -3,8 +3,9 @@
 Responsible for turning marks into times, for the ends of what NCCL runs beside the program's streams, and for the peaks
 of device memory.  It adds no wait for the GPU before the program has ended.
 
-COMPUTE and WAIT rows are those of the stream that is current where the program comes by; a communication starts where
-the program's stream had got to when it asked for it, and ends when it was done on NCCL's stream.  A rank that has not
+COMPUTE and WAIT rows are those of the program's main stream; a communication starts where the stream that was current
+had got to when the program asked for it, and ends when it was done on NCCL's stream, or on a stream of the program's
+own beside the main one: then the main stream's later wait for that stream is the wait for it.  A rank that has not
 opened a GPU yet, or never does, is traced as on a CPU.
 """
 
@@ -23,7 +24,8 @@ from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
-from prism_sdk.runtime.rows import AWAITS, END, GROUP, KIND, PEER, START
+from prism_sdk.runtime.oncuda.streams import StreamFollower
+from prism_sdk.runtime.rows import ASYNC, AWAITS, END, GROUP, KIND, PEER, START
 from prism_sdk.runtime.tracer import ResidentMemory, Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
@@ -47,6 +49,7 @@ class DeviceTracer(Tracer):
         self._clock = DeviceClock()
         self.now = self._clock.mark
         self._durations = Durations()
+        self._streams = StreamFollower(lambda: self._clock.main, self._main_waits)
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
@@ -56,18 +59,56 @@ class DeviceTracer(Tracer):
 
     def runs(self, unit: int, call: Call, *, in_block: bool) -> None:
         """A backend was asked for `unit`; `in_block`: between the begin and the end of explicit coalescing."""
-        if not uses_nccl(call.group.backend):
-            return
-        if call.is_async:  # else it runs on the program's stream
+        if not uses_nccl(call.group.backend) or torch.cuda.is_current_stream_capturing():
+            return  # NCCL's recorder does not see what is captured
+        if call.is_async:  # else it runs on the stream that is current
             self._beside.add(unit)
         num_entries = 1
         if listed := call.through_one_tensor:
             num_entries = 1 if len({tensor.shape for tensor in listed}) == 1 else len(listed)
         elif call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
             num_entries = len(call.contribution)
-        self._durations.expect(unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block)
+        self._durations.expect(
+            unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block, wanted=bool(self._beside)
+        )
+
+    # -- streams beside the main one --------------------------------------------------------------------------------
+
+    def starts_beside(self, unit: int, start: Mark) -> None:
+        """The program asked for `unit` on a stream beside the main one, which came to it at `start`."""
+        self.amend(unit, START, start)
+
+    def ends_beside(self, unit: int, end: Mark) -> None:
+        """`unit` ran on that stream and ends there: it holds up nobody before the main stream waits for that one."""
+        self.amend(unit, END, end)
+        self.amend(unit, ASYNC, 1)
+        self._streams.add(end.stream, unit)
+
+    def waits_beside(self, unit: int) -> bool:
+        """The stream that is current has waited for `unit`; False where that is the main one."""
+        mark = self._clock.beside()
+        if mark is None:
+            return False
+        self._streams.add(mark.stream, unit)
+        return True
+
+    def beside(self) -> Mark | None:
+        """This point on the stream that is current, if it is not the main one."""
+        return self._clock.beside()
+
+    def _main_waits(self, units: list[int], wait: Callable[[], None]) -> None:
+        start = self.now()
+        wait()
+        end = self.now()
+        for unit in units:
+            self.wait(unit, start, end, blocked=False)
+            start = end
 
     # -- memory -----------------------------------------------------------------------------------------------------
+
+    def optimizer_begins(self) -> None:
+        self._clock.follow()
+        super().optimizer_begins()
 
     def optimizer_ends(self) -> None:
         super().optimizer_ends()
@@ -89,12 +130,15 @@ class DeviceTracer(Tracer):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _flush(self, *, everything: bool, open_unit: int | None) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not everything:
+            return  # looking at events would break the capture
         self._clock.settle(wait=False)
         if not everything:  # what the last step did may be under way
             settled = self._bounds[-2][0] if len(self._bounds) > 1 else self._flushed
             settled = min(settled, self._first_open(settled))
             open_unit = settled if open_unit is None else min(settled, open_unit)
-        self._durations.collect()
+        if self._beside:  # else all ends are known without it
+            self._durations.collect()
         super()._flush(everything=everything, open_unit=open_unit)
 
     def _first_open(self, stop: int) -> int:

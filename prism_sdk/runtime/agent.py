@@ -59,7 +59,7 @@ class Agent:
         self._naming: Naming | None = None
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
-        if self.spec.mode is LaunchMode.OBSERVE and self.spec.device != "cpu" and devices.num_real_devices():
+        if self.spec.mode is not LaunchMode.RECORD and self.spec.device != "cpu" and devices.num_real_devices():
             from prism_sdk.runtime.oncuda.durations import ENVIRONMENT
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 

@@ -28,6 +28,7 @@ from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.manifest import Script, read_scripts
+from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
@@ -106,11 +107,11 @@ def run_sandbox(
             needs_board=backend is not None and backend.needs_board,
         )  # fmt: skip
         end_step = max(script.last_step for script in scripts.values()) + 1
-        fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
+        fds = [*facts.ring_fds, *facts.hold_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         spare = _spare_cpus(config, len(facts.sandbox))
         try:
             context = _AssistContext(facts, work, spare, progress.say)
-            with _assistants(facts, scripts, work, cpus=spare), _assist(backend, context) as assistance:
+            with _assistants(facts, scripts, work, context, cpus=spare), _assist(backend, context) as assistance:
                 policy = SandboxPolicy(context.watched, end_step=end_step)
                 result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
@@ -233,10 +234,11 @@ def _prepare(
     board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 or needs_board else -1
     if board >= 0:
         os.ftruncate(board, 1 << 42)
+    holds = tuple(create_table() for _ in scripts) if config.device != "cpu" and has_gpu() else ()
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
-        options=dict(config.options),
+        options=dict(config.options), hold_fds=holds,
     )  # fmt: skip
     return scripts, facts
 
@@ -267,9 +269,16 @@ def _ring_bytes(config: LaunchConfig, script: Script) -> int:
 
 
 @contextlib.contextmanager
-def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, cpus: Sequence[int]) -> Iterator[None]:
-    """One prefetching process for each sandbox rank, on `cpus` where there are any."""
+def _assistants(
+    facts: EmulateSpec, scripts: dict[int, Script], work: Path, context: _AssistContext, *, cpus: Sequence[int]
+) -> Iterator[None]:
+    """One prefetching process for each sandbox rank, on `cpus` where there are any, and one that releases its streams.
+
+    The latter polls, so it has a CPU to itself where possible.
+    """
     processes = []
+    num_alone = len(facts.hold_fds) if len(cpus) > len(facts.hold_fds) else 0
+    alone, cpus = cpus[len(cpus) - num_alone :], cpus[: len(cpus) - num_alone]
     try:
         for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):
             save_sequence(work / f"sequence-{rank}", script.sequence)
@@ -280,6 +289,16 @@ def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, c
                     start_new_session=True,
                 )
             )  # fmt: skip
+        for position, (hold_fd, rank) in enumerate(zip(facts.hold_fds, scripts, strict=False)):
+            cpu = str(alone[position]) if alone else ""
+            arguments = [str(hold_fd), str(facts.plan), str(rank), str(facts.board_fd), cpu]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "prism_sdk.runtime.oncuda.releaser", *arguments], start_new_session=True,
+                    pass_fds=[hold_fd, *([facts.board_fd] if facts.board_fd >= 0 else [])],
+                )
+            )  # fmt: skip
+            context.watch(processes[-1], f"the process that releases the streams of rank {rank}")
         yield
     finally:
         for process in processes:

@@ -163,6 +163,7 @@ class DevicePool:
 
     def take(self, first: int, count: int) -> list[Placed]:
         """The payloads `first` to `first + count`, on the device or on their way there (`let_wait`); waits for room."""
+        self._pass_by(first)
         self.pump()
         found = []
         for index in range(first, first + count):
@@ -176,6 +177,12 @@ class DevicePool:
             self.miss_bytes += 0 if is_hit else placed.want.num_bytes
             found.append(placed)
         return found
+
+    def _pass_by(self, first: int) -> None:
+        """Payloads before `first` that nobody took: of operations that end the job, where it goes on instead."""
+        while self._placed and (index := next(iter(self._placed))) < first:
+            self._placed.pop(index).is_free = True
+        self._skipped.update(range(self._ahead, first))
 
     def _wait_for(self, index: int) -> Placed:
         until = time.monotonic() + _TIMEOUT_S

@@ -30,7 +30,7 @@ _ORIGIN, _ISSUED, _READY, _CLOSED, _TAKEN = 0, 1, 2, 3, 4
 
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU; asks no driver."""
-    return os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvidia0"))) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
 
 
 def create_table() -> int:

@@ -65,7 +65,9 @@ def with_transfers(source: Path, output: Path, transfer_ns: int | None, *, gb_pe
             kind = units.kind
             talks = np.isin(kind, [UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV])
             size = np.maximum(units.num_elements_in, units.num_elements_out).clip(0) * 4
-            known = 10_000 + (size / gb_per_s).astype(np.int64) if transfer_ns is None else np.full(len(kind), transfer_ns)
+            known = np.full(len(kind), transfer_ns or 0)
+            if transfer_ns is None:
+                known = 10_000 + (size / gb_per_s).astype(np.int64)
             columns[rank] = {
                 "transfer_ns": np.where(talks, known, ABSENT), "gap_ns": np.where(kind == UnitKind.COMPUTE, 0, ABSENT),
             }  # fmt: skip
@@ -98,8 +100,9 @@ def chain(folder: Path, kind: str, recorded: Path) -> bool:
             return False
         steps[transfer] = float(np.median(said["STEPS"]["ms"][3:]))
         shown[transfer] = float(np.median(steps_of(output)[2:]))
-        print(f"   {kind} transfer {transfer / 1e6} ms: step {steps[transfer]:.3f} ms, in the trace {shown[transfer]:.3f}"
-              f"; {said['wall']:.1f} s; losses {said['LOSS']['losses'][:3]}", facts(output), flush=True)  # fmt: skip
+        print(f"   {kind} transfer {transfer / 1e6} ms: step {steps[transfer]:.3f} ms, in the trace "
+              f"{shown[transfer]:.3f}; {said['wall']:.1f} s; losses {said['LOSS']['losses'][:3]}", facts(output),
+              flush=True)  # fmt: skip
     good = True
     for transfer in TRANSFERS_NS[1:]:
         wanted = CHAIN * transfer / 1e6
@@ -121,8 +124,8 @@ def training(folder: Path, kind: str, recorded: Path, said_then: dict[str, Any])
             return False
         same = said["LOSS"]["losses"][:3] == said_then["LOSS"]["losses"]
         memory = [a == b for a, b in zip(said["MEMORY"]["parts"], said_then["MEMORY"]["parts"], strict=False)]
-        print(f"   {kind} {steps} steps: losses equal {same}, memory equal {memory}, steps {said['STEPS']['ms']}, in the "
-              f"trace {steps_of(output)}; {said['wall']:.1f} s", facts(output), flush=True)  # fmt: skip
+        print(f"   {kind} {steps} steps: losses equal {same}, memory equal {memory}, steps {said['STEPS']['ms']}, in "
+              f"the trace {steps_of(output)}; {said['wall']:.1f} s", facts(output), flush=True)  # fmt: skip
         if not same or not all(memory):
             print("   now ", said["LOSS"], said["MEMORY"], "\n   then", said_then["LOSS"], said_then["MEMORY"])
         good = good and same and all(memory)
@@ -147,7 +150,8 @@ def main() -> int:
                 results[kind] = chain(folder, kind, source)
             else:
                 results[kind] = training(folder, kind, source, then)
-            print(f"#### {kind}: {'good' if results[kind] else 'BAD'} after {time.monotonic() - started:.1f} s\n", flush=True)
+            verdict = "good" if results[kind] else "BAD"
+            print(f"#### {kind}: {verdict} after {time.monotonic() - started:.1f} s\n", flush=True)
     print(json.dumps(results))
     return 0 if all(results.values()) else 1
 

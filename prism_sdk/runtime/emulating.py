@@ -42,9 +42,7 @@ _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all o
 class SandboxPolicy(AllAtOnce):
     """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
 
-    def __init__(
-        self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int
-    ) -> None:
+    def __init__(self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int) -> None:
         """`watched`: processes that must outlive the ranks, by what to call them."""
         super().__init__(end_step=end_step)
         self._watched = watched

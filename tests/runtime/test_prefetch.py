@@ -20,9 +20,9 @@ from prism_sdk.runtime.prefetch import (
     Item,
     PayloadSequence,
     Ring,
-    place_in_circle,
     create_ring,
     load_sequence,
+    place_in_circle,
     save_sequence,
 )
 from prismtrace import GraphKind, TraceReader, TraceWriter

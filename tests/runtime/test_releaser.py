@@ -184,7 +184,7 @@ def test_the_process_releases_in_time(tmp_path: Path, shared: Shared) -> None:
         while not shared.rank.done_at(num - 1):
             time.sleep(0.001)
         seen = [shared.rank.posted(number) for number in range(num)]
-        arrivals, completions = evaluate(plan, [*seen, *([0] * (len(plan) - num))], origin_ns=shared.rank.origin_ns)
+        _, completions = evaluate(plan, [*seen, *([0] * (len(plan) - num))], origin_ns=shared.rank.origin_ns)
         for number in range(num):
             assert seen[number] >= posted[number]
             assert shared.rank.longs[shared.rank.long(number, fields.DUE)] == completions[number][rank]

@@ -30,7 +30,8 @@ _ORIGIN, _ISSUED, _READY, _CLOSED, _TAKEN = 0, 1, 2, 3, 4
 
 def has_gpu() -> bool:
     """Whether this machine has an NVIDIA GPU; asks no driver."""
-    return any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvidia0"))) and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return not is_hidden and any(map(os.path.exists, ("/dev/nvidiactl", "/dev/nvidia0")))
 
 
 def create_table() -> int:
@@ -103,9 +104,7 @@ class HoldTable:
     def close(self) -> None:
         self.longs[_CLOSED] = 1
 
-    def append(
-        self, kind: int, handle: tuple[int, int], *, lane: int = 0, side: int = 0, posted_ns: int = 0
-    ) -> int:
+    def append(self, kind: int, handle: tuple[int, int], *, lane: int = 0, side: int = 0, posted_ns: int = 0) -> int:
         """Add an entry; returns its number. The slot must be free (`is_free`).
 
         Args:

@@ -187,9 +187,7 @@ def main(argv: Sequence[str]) -> int:
     table.set_ready()
     while not table.issued and not table.is_closed and os.getppid() == parent:
         time.sleep(10 * _IDLE_S)
-    Releaser(table, engine, publish=publish if board is not None else None).run(
-        is_over=lambda: os.getppid() != parent
-    )
+    Releaser(table, engine, publish=publish if board is not None else None).run(is_over=lambda: os.getppid() != parent)
     while os.getppid() == parent:  # who ends before the rank does is missed
         time.sleep(0.05)
     return 0

@@ -325,7 +325,7 @@ def test_capturing_is_refused(job: Job, device: Device, monkeypatch: pytest.Monk
             HoldTable(table_fd), BoundaryEngine(plan, ME, None), script, source, torch.device("cpu"), {}
         )
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        with pytest.raises(UnsupportedError, match="broadcast .* captured into a CUDA graph"):
+        with pytest.raises(UnsupportedError, match=r"broadcast .* captured into a CUDA graph"):
             hold.takes(call, torch.device("cpu"))
     os.close(ring_fd)
     os.close(table_fd)

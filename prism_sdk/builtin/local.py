@@ -36,7 +36,7 @@ class LocalBackend(ReplayBackend):
     """Holds the rank itself; needs neither peers nor a network."""
 
     name = "local"
-    option_names = ("device_pool_bytes",)
+    option_names = ("device_pool_bytes", "occupy")
     description = "hold each communication until the graph's time; no peers"
 
     def open(self, context: ReplayContext) -> ReplaySession:

@@ -35,6 +35,7 @@ from prism_sdk.runtime.ranks import EmulateSpec
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
+_DEVICE_RING_BYTES = 2 << 30  # where a GPU may empty it
 _LARGE_JOB = 32  # ranks from which on looking for equal ones is worth its time
 _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all of them
 
@@ -217,6 +218,8 @@ def _prepare(
         scripts = read_scripts(reader, sandbox)
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
+    for key in ("occupy", "device_pool_bytes"):
+        whole_number(config.options, key, 0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
@@ -259,9 +262,19 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
     return any(not frozenset(sandbox).issuperset(one.group_ranks) for one in messages)
 
 
+def whole_number(options: Mapping[str, str], key: str, default: int) -> int:
+    """The number that `-O key=N` says; UsageError where it is none."""
+    text = options.get(key)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"-O {key}={text}: {text!r} is not a whole number", hint=f"such as -O {key}={default or 16}")
+    return int(text)
+
+
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
-    """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N` (256 MiB)."""
-    limit = int(config.options.get("prefetch_bytes", _RING_BYTES))
+    """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N`."""
+    limit = whole_number(config.options, "prefetch_bytes", _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

@@ -54,7 +54,7 @@ class Chain(nn.Module):
 def model_of(kind: str, device: torch.device) -> tuple[nn.Module, int]:
     """The model, and how many rows it is fed; 0 for a chain."""
     if kind in ("chain", "beside"):
-        return Chain(8, 24 if kind == "beside" else 0).to(device), 0
+        return Chain(8, 12 if kind == "beside" else 0).to(device), 0
     width, batch = (1024, 229_376) if kind == "fsdp2" else (1024, 32_768)
     layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
     model: nn.Module = nn.Sequential(*layers).to(device)

@@ -28,6 +28,7 @@ from prism_sdk.runtime.oncuda import holding  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
+from prism_sdk.runtime.oncuda.occupying import Occupier  # noqa: E402
 from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
@@ -205,7 +206,7 @@ class Device:
         self.num_streams, self.said = 0, []  # type: ignore[var-annotated]
         self.kept: list[Any] = []
 
-    def stream_write(self, stream: int, address: int, value: int) -> None:
+    def stream_write(self, stream: int, address: int, value: int, *, is_fenced: bool = True) -> None:
         self.said.append(("write", stream))
         ctypes.c_uint32.from_address(address).value = value
 
@@ -225,7 +226,7 @@ class Device:
     def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
         ctypes.memmove(target, source, num_bytes)
 
-    def create_stream(self, *, is_low_priority: bool = False) -> int:
+    def create_stream(self, *, is_urgent: bool) -> int:
         self.num_streams += 1
         return self.num_streams
 
@@ -307,7 +308,7 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
         assert Ring(ring_fd).consumed == len(script.sequence.items)
         # what the host would hold later on can be worked out from what the device has passed
         assert engine.completion((len(wanted) - 1, 0)) <= ends[-1][0].end.time_ns + 30_000
-    side = 0 if not is_async else 2  # the first is the copier's
+    side = 0 if not is_async else 3  # the first two fill and copy
     per_call = [("write", 0), ("wait", side), ("write", side)]
     assert device.said == per_call * len(wanted)
     os.close(ring_fd)
@@ -343,3 +344,24 @@ def test_alone_in_a_group() -> None:
     assert out.tolist() == [1, 2]
     assert fill_alone(OPERATORS["_reduce_scatter_base_"](alone, lambda: None, (out, tensor(3, 4), None, AVG)))
     assert out.tolist() == [3, 4]
+
+
+def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    words = torch.zeros(8, dtype=torch.int32)
+
+    def compile_kernel(source: str, name: str) -> Any:
+        assert f"__launch_bounds__(640) {name}(" in source
+        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr()))
+
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
+    occupier = Occupier(words, 24)
+    collective = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(2)], None, SUM))
+    message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(2)], None, 2, 0))
+    barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
+    for word, call in enumerate((collective, message, barrier)):
+        occupier.hold(call, word, 5)
+    assert launches == [((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i) for i, n in enumerate((24, 2, 1))]
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
+    with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
+        Occupier(words, 24)

@@ -12,9 +12,9 @@ from typing import Any
 from prism_sdk.errors import RunError
 
 _NON_BLOCKING = 1
+_NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _HOST_PORTABLE_MAPPED = 1 | 2
-_CAN_USE_STREAM_MEM_OPS = 92  # CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_MEM_OPS (V2 of the API)
 
 
 class DriverError(RunError):
@@ -51,9 +51,12 @@ class Driver:
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(function, code, (text.value or b"unknown error").decode())
 
-    def stream_write(self, stream: int, address: int, value: int) -> None:
-        """`stream` writes 32 bits to device-visible memory when everything before is done, which is seen first."""
-        self._check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
+    def stream_write(self, stream: int, address: int, value: int, *, is_fenced: bool = True) -> None:
+        """`stream` writes 32 bits to device-visible memory when it has done everything before.
+
+        With `is_fenced` whoever sees them also sees what was written before.
+        """
+        self._check(self._write(stream, address, value, 0 if is_fenced else _NO_BARRIER), "cuStreamWriteValue32")
 
     def stream_wait(self, stream: int, address: int, value: int) -> None:
         """`stream` goes on once the 32 bits at `address` are `value`, or at most 2**31 - 1 beyond."""
@@ -76,11 +79,11 @@ class Driver:
         """Copy from the host on `stream`; asynchronous if the host memory is pinned."""
         self._check(self._copy_in(target, source, num_bytes, stream), "cuMemcpyHtoDAsync")
 
-    def create_stream(self, *, is_low_priority: bool = False) -> int:
-        """A stream that is none of torch's pool: the program's own streams stay those they would be."""
+    def create_stream(self, *, is_urgent: bool) -> int:
+        """A stream of the highest or the lowest priority, none of torch's pool: the program's streams stay its own."""
         least, greatest = ctypes.c_int(), ctypes.c_int()
         self._check(self._priorities(ctypes.byref(least), ctypes.byref(greatest)), "cuCtxGetStreamPriorityRange")
         stream = ctypes.c_void_p()
-        priority = least.value if is_low_priority else 0
+        priority = greatest.value if is_urgent else least.value
         self._check(self._create_stream(ctypes.byref(stream), _NON_BLOCKING, priority), "cuStreamCreateWithPriority")
         return stream.value or 0

@@ -4,9 +4,10 @@ Responsible for streams, events and the order of what they do; values are fillin
 devicepool.py's, and the time of each release the releaser's, in a process of its own.
 
 An operation is, on the program's stream: "arrived" written to the shared table.  On the communicator's stream (on the
-program's own where the program asked for no handle, as NCCL's backend does): wait for the program's stream, wait for
-the values, fill the outputs, wait for the release, write "done".  Filling comes before the release, so that it takes
-none of the operation's time; nobody may look at the outputs before the end.
+program's own where the program asked for no handle, as NCCL's backend does): wait for the outputs to be filled, wait
+for the release, write "done".  Filling comes before the release, so that it takes none of the operation's time; nobody
+may look at the outputs before the end.  It has a stream of the highest priority: its kernels would else wait for the
+products that the program computes meanwhile.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.clock import Mark
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import Driver, DriverError
-from prism_sdk.runtime.oncuda.filling import Recorded, can_fill, fill_from
+from prism_sdk.runtime.oncuda.filling import Recorded, can_fill, fill_from, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.oncuda.occupying import Occupier
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -63,6 +65,7 @@ class HoldCounts:
     """How the operations on the device went."""
 
     errors_ns: list[int] = field(default_factory=list)  # done less due
+    issue_ns: list[int] = field(default_factory=list)  # what the host took for each
     num_late: int = 0
     num_unpinned: int = 0
     num_on_host: int = 0
@@ -89,10 +92,23 @@ class StreamHold:
         except DriverError:
             self.counts.num_unpinned = 1  # copies then go through the driver's own buffers
         wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES)))
+        try:
+            address = driver.allocate(wanted)
+        except DriverError:  # of a device that is nearly full
+            wanted = pool_bytes_for(script, limit=0)
+            address = driver.allocate(wanted)
         self.pool_bytes = wanted
-        memory = torch.as_tensor(_DeviceMemory(driver.allocate(wanted), wanted), device=device)
+        memory = torch.as_tensor(_DeviceMemory(address, wanted), device=device)
+        self._fill_stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=True), device=device)
+        warm_up(memory)
+        torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
         self.pool = DevicePool(memory, script, source, copier, reap=self.reap)
+        num_sms = int(options.get("occupy", 0))
+        self._occupier: Occupier | None = None
+        if num_sms:
+            words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device).view(torch.int32)
+            self._occupier = Occupier(words, num_sms)
         self._sides: dict[tuple[int, ...], tuple[int, Any]] = {}  # of communicators: number and stream
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
@@ -120,8 +136,11 @@ class StreamHold:
 
     def issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], *, posted: int) -> Held:
         """Put an operation on the device; `first` is its first payload, `posted` the tracer's mark of the call."""
+        started = time.monotonic_ns()
         with self._lock, torch.no_grad():
-            return self._issue(call, one, first, handle, posted)
+            held = self._issue(call, one, first, handle, posted)
+        self.counts.issue_ns.append(time.monotonic_ns() - started)
+        return held
 
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
@@ -134,22 +153,34 @@ class StreamHold:
         ticket = table.ticket(number)
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
-        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket)
-        if stream is not current:
-            stream.wait_event(current.record_event())
+        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket, is_fenced=False)
+        arrived = current.record_event()
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
-        with torch.cuda.stream(stream):
-            self.pool.let_wait(held.placed)
-            recorded = map(self._recorded, held.placed)
-            fill_from(call, one, dict(zip(one.sources, recorded, strict=True)))
-            place_scratch(call, scratch)
-        driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
+        if call.deliveries or call.receive_tensors:
+            fill = self._fill_stream
+            fill.wait_event(arrived)
+            with torch.cuda.stream(fill):
+                self.pool.let_wait(held.placed)
+                recorded = map(self._recorded, held.placed)
+                fill_from(call, one, dict(zip(one.sources, recorded, strict=True)))
+                place_scratch(call, scratch)
+            arrived = fill.record_event()
+        stream.wait_event(arrived)
+        self._hold(call, stream, number)
         driver.stream_write(stream.cuda_stream, self._at(number, fields.DONE), ticket)
         held.is_done_event = stream.record_event()
         self._open.append(held)
         self.pool.pump()
         return held
+
+    def _hold(self, call: Call, stream: Any, number: int) -> None:
+        ticket = HoldTable.ticket(number)
+        if self._occupier is None:
+            self._driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
+            return
+        with torch.cuda.stream(stream):
+            self._occupier.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
 
     def _recorded(self, placed: Placed) -> Recorded:
         return Recorded(placed.want.start, self.pool.bytes_of(placed), self.pool.scratch_of(placed))
@@ -166,7 +197,7 @@ class StreamHold:
             key = (*key, call.peer if call.peer is not None else -1, call.op is Op.SEND)
         known = self._sides.get(key)
         if known is None:
-            stream = torch.cuda.ExternalStream(self._driver.create_stream(), device=self.device)
+            stream = torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
             known = self._sides[key] = (len(self._sides) + 1, stream)
         return known
 
@@ -239,6 +270,7 @@ class StreamHold:
             "release_error_median_ns": errors[last // 2] if errors else 0,
             "release_error_p99_ns": sizes[last * 99 // 100] if sizes else 0,
             "release_error_max_ns": sizes[-1] if sizes else 0, "releases_late": self.counts.num_late,
+            "hold_issue_median_ns": sorted(self.counts.issue_ns)[last // 2] if errors else 0,
             "device_pool_bytes": self.pool_bytes, "ring_is_pinned": int(not self.counts.num_unpinned),
             "prefetch_hits": self.pool.hits, "prefetch_misses": self.pool.misses,
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,
@@ -259,7 +291,7 @@ class _DeviceCopier:
 
     def __init__(self, driver: Driver, base: int, device: torch.device) -> None:
         self._driver, self._base, self._device = driver, base, device
-        self._stream = torch.cuda.ExternalStream(driver.create_stream(is_low_priority=True), device=device)
+        self._stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=False), device=device)
 
     def copy(self, offset: int, source: memoryview) -> Any:
         address = ctypes.addressof(ctypes.c_char.from_buffer(source))

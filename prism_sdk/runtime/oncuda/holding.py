@@ -99,7 +99,6 @@ class StreamHold:
             address = driver.allocate(wanted)
         self.pool_bytes = wanted
         memory = torch.as_tensor(_DeviceMemory(address, wanted), device=device)
-        self._fill_stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=True), device=device)
         warm_up(memory)
         torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
@@ -109,7 +108,7 @@ class StreamHold:
         if num_sms:
             words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device).view(torch.int32)
             self._occupier = Occupier(words, num_sms)
-        self._sides: dict[tuple[int, ...], tuple[int, Any]] = {}  # of communicators: number and stream
+        self._sides: dict[tuple[int, ...], tuple[int, Any, Any]] = {}  # of communicators
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
         self._await_releaser()
@@ -145,7 +144,7 @@ class StreamHold:
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
         current = torch.cuda.current_stream(self.device)
-        side, stream = self._side(call, current)
+        side, stream, fill = self._side(call, current)
         scratch = nccl_scratch(call, self.device)
         self.make_room()
         lane = self._lanes.setdefault(current.cuda_stream, len(self._lanes))
@@ -158,7 +157,6 @@ class StreamHold:
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
         if call.deliveries or call.receive_tensors:
-            fill = self._fill_stream
             fill.wait_event(arrived)
             with torch.cuda.stream(fill):
                 self.pool.let_wait(held.placed)
@@ -188,18 +186,22 @@ class StreamHold:
     def _at(self, number: int, word: int) -> int:
         return self._flags + 4 * HoldTable.word(number, word)
 
-    def _side(self, call: Call, current: Any) -> tuple[int, Any]:
-        """The stream of an operation's communicator, and a number for it. One for each direction between two ranks."""
-        if not call.is_async:
-            return 0, current
+    def _side(self, call: Call, current: Any) -> tuple[int, Any, Any]:
+        """The stream that an operation holds, with a number for it, and the one that fills.
+
+        There is a pair for each group, and for each direction between two ranks. An operation without a handle holds
+        the current stream.
+        """
         key: tuple[int, ...] = (call.group.group_id,)
         if call.is_p2p:
             key = (*key, call.peer if call.peer is not None else -1, call.op is Op.SEND)
         known = self._sides.get(key)
         if known is None:
-            stream = torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
-            known = self._sides[key] = (len(self._sides) + 1, stream)
-        return known
+            known = self._sides[key] = (len(self._sides) + 1, self._urgent_stream(), self._urgent_stream())
+        return known if call.is_async else (0, current, known[2])
+
+    def _urgent_stream(self) -> Any:
+        return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
 
     def wait(self, held: Held, call: Call) -> None:
         """The current stream goes on behind the operation; for a barrier so does the host, as with NCCL."""

@@ -12,6 +12,9 @@ from __future__ import annotations
 import os
 from mmap import MAP_SHARED, PROT_READ, PROT_WRITE, mmap
 
+ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+"""For a rank whose streams are held: streams that share a connection to the device wait for one another. At most 32."""
+
 NUM_SLOTS = 1 << 14
 _HEADER_BYTES = 4096
 _SLOT_BYTES = 64

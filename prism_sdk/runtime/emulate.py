@@ -334,7 +334,7 @@ class EmulateSeam(Seam):
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
             "operations_not_reached": self.cursor.num_left,
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
-            **self.session.summary(), **(self.held.summary() if self.held is not None else {}),
+            **self.session.summary(), **(self.held.summary(self.num_deviating) if self.held is not None else {}),
         }  # fmt: skip
 
 

@@ -300,7 +300,7 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
                 assert torch.equal(output.reshape(-1).view(torch.int32), expected.view(torch.int32)), call.op
             ends.append((held, mark))
         hold.finish(is_complete=True)
-        facts = hold.summary()
+        facts = hold.summary(0)
         for held, mark in ends:
             assert held.end.time_ns is not None and held.end.time_ns - mark.seen_ns > TRANSFER_NS - 30_000
         assert facts["held_operations"] == len(wanted)

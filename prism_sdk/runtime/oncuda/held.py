@@ -108,8 +108,8 @@ class HeldOperations:
             self._hold.finish(is_complete=is_complete)
         self._table.close()
 
-    def summary(self) -> dict[str, object]:
+    def summary(self, on_host: int) -> dict[str, object]:
         """Facts for the trace's metadata; none where no operation came to a GPU."""
         if self._refusal:
             return {"streams_not_held": self._refusal}
-        return {} if self._hold is None else self._hold.summary()
+        return {} if self._hold is None else self._hold.summary(on_host)

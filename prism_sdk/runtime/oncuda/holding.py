@@ -12,6 +12,7 @@ products that the program computes meanwhile.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -28,9 +29,10 @@ from prism_sdk.runtime.engine import BoundaryEngine
 from prism_sdk.runtime.manifest import Expected, Script
 from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.clock import Mark
+from prism_sdk.runtime.oncuda.compensating import Compensator
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import Driver, DriverError
-from prism_sdk.runtime.oncuda.filling import Recorded, can_fill, fill_from, warm_up
+from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.occupying import Occupier
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
@@ -67,6 +69,7 @@ class HoldCounts:
     errors_ns: list[int] = field(default_factory=list)  # done less due
     issue_ns: list[int] = field(default_factory=list)  # what the host took for each
     num_late: int = 0
+    num_differing: int = 0
     num_unpinned: int = 0
     num_on_host: int = 0
 
@@ -103,12 +106,16 @@ class StreamHold:
         torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
         self.pool = DevicePool(memory, script, source, copier, reap=self.reap)
+        words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device)
+        self._words = words.view(torch.int32)
+        self._compensator: Compensator | None = None
+        with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
+            self._compensator = Compensator()
         num_sms = int(options.get("occupy", 0))
         self._occupier: Occupier | None = None
         if num_sms:
-            words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device).view(torch.int32)
-            self._occupier = Occupier(words, num_sms)
-        self._sides: dict[tuple[int, ...], tuple[int, Any, Any]] = {}  # of communicators
+            self._occupier = Occupier(self._words, num_sms)
+        self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
         self._await_releaser()
@@ -144,11 +151,11 @@ class StreamHold:
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
         current = torch.cuda.current_stream(self.device)
-        side, stream, fill = self._side(call, current)
+        stream, fill = self._side(call, current)
         scratch = nccl_scratch(call, self.device)
         self.make_room()
         lane = self._lanes.setdefault(current.cuda_stream, len(self._lanes))
-        number = table.append(fields.HELD, handle, lane=lane, side=side)
+        number = table.append(fields.HELD, handle, lane=lane)
         ticket = table.ticket(number)
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
@@ -161,7 +168,7 @@ class StreamHold:
             with torch.cuda.stream(fill):
                 self.pool.let_wait(held.placed)
                 recorded = map(self._recorded, held.placed)
-                fill_from(call, one, dict(zip(one.sources, recorded, strict=True)))
+                fill_from(call, one, dict(zip(one.sources, recorded, strict=True)), self._compensate_for(number))
                 place_scratch(call, scratch)
             arrived = fill.record_event()
         stream.wait_event(arrived)
@@ -180,14 +187,24 @@ class StreamHold:
         with torch.cuda.stream(stream):
             self._occupier.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
 
+    def _compensate_for(self, number: int) -> Compensate | None:
+        compensator, ticket = self._compensator, HoldTable.ticket(number)
+        if compensator is None:
+            return None
+        word = HoldTable.word(number, fields.DIFFERS)
+        differs = self._words[word : word + 1]
+        return lambda output, result, live, then, op, num: compensator(
+            output, result, live, then, op, num, differs, ticket
+        )
+
     def _recorded(self, placed: Placed) -> Recorded:
         return Recorded(placed.want.start, self.pool.bytes_of(placed), self.pool.scratch_of(placed))
 
     def _at(self, number: int, word: int) -> int:
         return self._flags + 4 * HoldTable.word(number, word)
 
-    def _side(self, call: Call, current: Any) -> tuple[int, Any, Any]:
-        """The stream that an operation holds, with a number for it, and the one that fills.
+    def _side(self, call: Call, current: Any) -> tuple[Any, Any]:
+        """The stream that an operation holds, and the one that fills.
 
         There is a pair for each group, and for each direction between two ranks. An operation without a handle holds
         the current stream.
@@ -197,8 +214,8 @@ class StreamHold:
             key = (*key, call.peer if call.peer is not None else -1, call.op is Op.SEND)
         known = self._sides.get(key)
         if known is None:
-            known = self._sides[key] = (len(self._sides) + 1, self._urgent_stream(), self._urgent_stream())
-        return known if call.is_async else (0, current, known[2])
+            known = self._sides[key] = self._urgent_stream(), self._urgent_stream()
+        return known if call.is_async else (current, known[1])
 
     def _urgent_stream(self) -> Any:
         return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
@@ -243,6 +260,7 @@ class StreamHold:
                 self._engine.know(held.handle, due_ns=due)
                 self.counts.errors_ns.append(error)
                 self.counts.num_late += error > LATE_NS
+                self.counts.num_differing += self._table.differs(held.number)
                 held.end.time_ns = ended
                 if isinstance(held.posted, Mark):
                     held.posted.seen_ns = longs[at + fields.POSTED]
@@ -262,12 +280,13 @@ class StreamHold:
             if held.end.time_ns is None:
                 held.end.time_ns = time.monotonic_ns()
 
-    def summary(self) -> dict[str, object]:
-        """Facts for the trace's metadata."""
+    def summary(self, on_host: int) -> dict[str, object]:
+        """Facts for the trace's metadata; `on_host`: reductions that the host compensated."""
         errors = sorted(self.counts.errors_ns)
         sizes = sorted(map(abs, errors))
         last = len(sizes) - 1
         return {
+            "reductions_compensated": self.counts.num_differing + on_host,
             "held_operations": len(errors), "held_on_host": self.counts.num_on_host,
             "release_error_median_ns": errors[last // 2] if errors else 0,
             "release_error_p99_ns": sizes[last * 99 // 100] if sizes else 0,

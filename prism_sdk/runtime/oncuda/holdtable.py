@@ -24,7 +24,7 @@ TABLE_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
 HELD, HOST_POST, STAND_IN = 1, 2, 3
 
 # 32-bit words of a slot
-ARRIVED, RELEASE, DONE, TICKET, INDEX, SHIFT, KIND, LANES = 0, 1, 2, 3, 12, 13, 14, 15
+ARRIVED, RELEASE, DONE, TICKET, INDEX, SHIFT, DIFFERS, KIND = 0, 1, 2, 3, 12, 13, 14, 15  # KIND: lane << 8 | kind
 # 64-bit words of a slot
 POSTED, DUE, RELEASED, DONE_AT = 2, 3, 4, 5
 # 64-bit words of the header
@@ -106,22 +106,20 @@ class HoldTable:
     def close(self) -> None:
         self.longs[_CLOSED] = 1
 
-    def append(self, kind: int, handle: tuple[int, int], *, lane: int = 0, side: int = 0, posted_ns: int = 0) -> int:
+    def append(self, kind: int, handle: tuple[int, int], *, lane: int = 0, posted_ns: int = 0) -> int:
         """Add an entry; returns its number. The slot must be free (`is_free`).
 
         Args:
             kind: HELD; HOST_POST, a post that the host made; STAND_IN, whose `posted_ns` is the index of what was met.
             handle: the operation's index in the boundary plan, and by how many steps it is moved.
             lane: number of the stream that arrives: arrivals of one lane come in order.
-            side: number of the stream that is held.
         """
         number = self.issued
         words, longs = self.words, self.longs
         first, double = self.word(number, 0), self.long(number, 0)
         longs[double + POSTED] = posted_ns
         longs[double + DUE] = longs[double + RELEASED] = longs[double + DONE_AT] = 0
-        words[first + INDEX], words[first + SHIFT], words[first + KIND] = handle[0], handle[1], kind
-        words[first + LANES] = (lane & 0xFFFF) << 16 | side & 0xFFFF
+        words[first + INDEX], words[first + SHIFT], words[first + KIND] = handle[0], handle[1], lane << 8 | kind
         words[first + TICKET] = self.ticket(number)
         longs[_ISSUED] = number + 1
         return number
@@ -131,7 +129,19 @@ class HoldTable:
         before = number - NUM_SLOTS
         if before < 0:
             return True
-        return before < self.taken and (self.words[self.word(before, KIND)] != HELD or self.done_at(before) != 0)
+        return before < self.taken and (self.kind(before) != HELD or self.done_at(before) != 0)
+
+    def kind(self, number: int) -> int:
+        """What entry `number` is."""
+        return self.words[self.word(number, KIND)] & 0xFF
+
+    def lane(self, number: int) -> int:
+        """The number of the stream that arrives at it."""
+        return self.words[self.word(number, KIND)] >> 8
+
+    def differs(self, number: int) -> bool:
+        """Whether the rank contributed something else than recorded, as far as the device looks."""
+        return self.words[self.word(number, DIFFERS)] == self.ticket(number)
 
     def posted(self, number: int) -> int:
         """When the program's stream arrived at a held operation; 0: not yet."""
@@ -148,5 +158,5 @@ class HoldTable:
     def abandon(self) -> None:
         """Release whatever is held: the rank ends before its time."""
         for number in range(max(self.issued - NUM_SLOTS, 0), self.issued):
-            if self.words[self.word(number, KIND)] == HELD:
+            if self.kind(number) == HELD:
                 self.words[self.word(number, RELEASE)] = self.ticket(number)

@@ -48,7 +48,7 @@ class Occupier:
             if compile_kernel is None:
                 raise RuntimeError(f"torch {torch.__version__} does not compile kernels")
             self._kernel = compile_kernel(_SOURCE, "prism_hold")
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:
             hint = "leave the option out: streams are then held without taking SMs"
             raise UnsupportedError(f"-O occupy: {error}", hint=hint) from error
 

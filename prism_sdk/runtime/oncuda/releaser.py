@@ -96,15 +96,14 @@ class Releaser:
         while self._taken < table.issued:
             number = self._taken
             word = table.word(number, 0)
-            kind = table.words[word + fields.KIND]
+            kind = table.kind(number)
             handle = table.words[word + fields.INDEX], table.words[word + fields.SHIFT]
             posted_ns = table.longs[table.long(number, fields.POSTED)]
             if kind == fields.HELD:
                 held = Held(number, handle)
                 self.engine.post_later(handle, lambda held=held: held.posted_ns)  # type: ignore[misc]
                 self.engine.prepare(handle)
-                lane = table.words[word + fields.LANES] >> 16
-                self._lanes.setdefault(lane, deque()).append(held)
+                self._lanes.setdefault(table.lane(number), deque()).append(held)
             elif kind == fields.HOST_POST:
                 self.engine.post_at(handle, posted_ns)
             else:

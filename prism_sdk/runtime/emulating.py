@@ -219,7 +219,8 @@ def _prepare(
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     for key in ("occupy", "device_pool_bytes"):
-        whole_number(config.options, key, 0)
+        if (key, config.options.get(key)) != ("occupy", "off"):
+            whole_number(config.options, key, 0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")

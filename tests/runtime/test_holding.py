@@ -27,8 +27,8 @@ from prism_sdk.runtime.manifest import OWN, Expected, Script  # noqa: E402
 from prism_sdk.runtime.oncuda import holding  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
+from prism_sdk.runtime.oncuda.holdkernel import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
-from prism_sdk.runtime.oncuda.occupying import Occupier  # noqa: E402
 from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
@@ -355,13 +355,13 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
         return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr()))
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
-    occupier = Occupier(words, 24)
+    kernel = HoldKernel(words, 24)
     collective = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(2)], None, SUM))
     message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(2)], None, 2, 0))
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
-        occupier.hold(call, word, 5)
+        kernel.hold(call, word, 5)
     assert launches == [((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i) for i, n in enumerate((24, 2, 1))]
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
-        Occupier(words, 24)
+        HoldKernel(words, 24)

@@ -33,8 +33,8 @@ from prism_sdk.runtime.oncuda.compensating import Compensator
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
+from prism_sdk.runtime.oncuda.holdkernel import HoldKernel
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
-from prism_sdk.runtime.oncuda.occupying import Occupier
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -60,6 +60,7 @@ class Held:
         self.end = Mark(posted)  # dated by the releaser
         self.end.event = self.end.time_ns = None
         self.is_done_event: Any = None
+        self.ties = False  # the tracer's mark is right before the arrival, on the same stream
 
 
 @dataclass
@@ -111,10 +112,11 @@ class StreamHold:
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
             self._compensator = Compensator()
-        num_sms = int(options.get("occupy", 0))
-        self._occupier: Occupier | None = None
+        occupy = options.get("occupy", "off")
+        num_sms = 0 if occupy == "off" else int(occupy)
+        self._hold_kernel: HoldKernel | None = None
         if num_sms:
-            self._occupier = Occupier(self._words, num_sms)
+            self._hold_kernel = HoldKernel(self._words, num_sms)
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
@@ -160,6 +162,7 @@ class StreamHold:
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
         driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket, is_fenced=False)
+        held.ties = isinstance(posted, Mark) and getattr(posted, "stream", current.cuda_stream) == current.cuda_stream
         arrived = current.record_event()
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
@@ -181,11 +184,11 @@ class StreamHold:
 
     def _hold(self, call: Call, stream: Any, number: int) -> None:
         ticket = HoldTable.ticket(number)
-        if self._occupier is None:
+        if self._hold_kernel is None:
             self._driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
             return
         with torch.cuda.stream(stream):
-            self._occupier.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
+            self._hold_kernel.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
 
     def _compensate_for(self, number: int) -> Compensate | None:
         compensator, ticket = self._compensator, HoldTable.ticket(number)
@@ -262,7 +265,7 @@ class StreamHold:
                 self.counts.num_late += error > LATE_NS
                 self.counts.num_differing += self._table.differs(held.number)
                 held.end.time_ns = ended
-                if isinstance(held.posted, Mark):
+                if held.ties and isinstance(held.posted, Mark):
                     held.posted.seen_ns = longs[at + fields.POSTED]
                 held.placed = []
 

@@ -36,7 +36,7 @@ def sms_for(call: Call, num_sms: int) -> int:
     return min(num_sms, _MESSAGE_SMS) if call.is_p2p else num_sms
 
 
-class Occupier:
+class HoldKernel:
     """The kernel, compiled for the device at hand."""
 
     def __init__(self, flags: torch.Tensor, num_sms: int) -> None:

@@ -38,6 +38,9 @@ from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
 """Named column of steps: the peak of what the allocator has reserved; `memory_peak_bytes` is of what it gave out."""
 
+ISSUED_COLUMN = "prism.issued_ns"
+"""Named column of units: when the program, on the host, came to what `start_ns` gives in the device's time."""
+
 _BLOCKED_NS = 20_000  # a stream that waited for longer was held up, so what it waited for ended then
 _WATCHDOG_S = 1.0  # torch's looks ten times a second
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
@@ -130,6 +133,7 @@ class DeviceTracer(Tracer):
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
         waited = {row[AWAITS]: row for row in rows if row[KIND] == _WAIT}
+        issued = np.array([int(row[START]) for row in rows], dtype=np.int64)
         for row in rows:
             if row[KIND] in (_COMPUTE, _WAIT):
                 start = max(self._chain_ns, self._when(row[START]))
@@ -138,7 +142,7 @@ class DeviceTracer(Tracer):
         for index, row in enumerate(rows):
             if row[KIND] not in (_COMPUTE, _WAIT):
                 self._date(self._flushed + index, row, waited.get(self._flushed + index))
-        return super()._columns(rows)
+        return {**super()._columns(rows), ISSUED_COLUMN: issued}
 
     def _date(self, unit: int, row: list[Any], wait: list[Any] | None) -> None:
         """Start and end of a communication, from NCCL's duration or from who was held up by it."""

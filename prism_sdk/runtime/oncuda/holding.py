@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,8 +68,8 @@ class Held:
 class HoldCounts:
     """How the operations on the device went."""
 
-    errors_ns: list[int] = field(default_factory=list)  # done less due
-    issue_ns: list[int] = field(default_factory=list)  # what the host took for each
+    errors_ns: array[int] = field(default_factory=lambda: array("q"))  # done less due
+    issue_ns: array[int] = field(default_factory=lambda: array("q"))  # what the host took for each
     num_late: int = 0
     num_differing: int = 0
     num_unpinned: int = 0

@@ -206,7 +206,7 @@ class Device:
         self.num_streams, self.said = 0, []  # type: ignore[var-annotated]
         self.kept: list[Any] = []
 
-    def stream_write(self, stream: int, address: int, value: int, *, is_fenced: bool = True) -> None:
+    def stream_write(self, stream: int, address: int, value: int) -> None:
         self.said.append(("write", stream))
         ctypes.c_uint32.from_address(address).value = value
 

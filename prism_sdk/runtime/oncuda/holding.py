@@ -162,7 +162,7 @@ class StreamHold:
         ticket = table.ticket(number)
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
-        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket, is_fenced=False)
+        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket)
         held.ties = isinstance(posted, Mark) and getattr(posted, "stream", current.cuda_stream) == current.cuda_stream
         arrived = current.record_event()
         if one.sources:

@@ -15,11 +15,11 @@ import numpy as np
 
 from prism_sdk.abc import CalibrationContext, CalibrationPass, CalibrationResult, CalibrationStrategy
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
-from prism_sdk.errors import CalibrationError
 from prism_sdk.graph.calibrate import Calibration, merge_slices, relative_change
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
+from prism_sdk.interop.options import at_least
 from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter
 
 _MAX_PASSES = 4
@@ -40,14 +40,12 @@ class Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Options:
-        try:
-            return cls(
-                passes=int(options.get("passes", cls.passes)),
-                warmup_steps=int(options.get("warmup_steps", cls.warmup_steps)),
-                transfers=options.get("transfers", cls.transfers),
-            )
-        except ValueError as error:
-            raise CalibrationError(f"an option is not a whole number: {error}", strategy="slices") from error
+        """Raises UsageError for a value that has no meaning."""
+        return cls(
+            passes=at_least(options, "passes", default=cls.passes, low=1),
+            warmup_steps=at_least(options, "warmup_steps", default=cls.warmup_steps, low=0),
+            transfers=options.get("transfers", cls.transfers),
+        )
 
 
 class Slices(CalibrationStrategy):
@@ -59,9 +57,11 @@ class Slices(CalibrationStrategy):
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         options = Options.parse(context.options)
-        bare = self._with_transfers(context, options)
-        slices = partition(context.world_size, context.num_slots)
-        graph_path = context.graph_path if bare is None else bare
+        context.progress(0, 1, doing="reading the graph")
+        job = _job(context)
+        slices = partition(job.ranks, context.num_slots)
+        bare = self._with_transfers(context, options, job, slices)
+        graph_path = job.path if bare is None else bare
         base = JobGraph.load(graph_path)
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
@@ -69,18 +69,14 @@ class Slices(CalibrationStrategy):
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
-            for position, ranks in enumerate(slices):
-                doing = f"pass {index + 1}, slice {position + 1} of {len(slices)}"
-                context.report(f"{doing}: ranks {_short(ranks)}")
-                context.progress(position, len(slices), doing=doing)
-                trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
-                measured.append(JobGraph.load(trace))
+            traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
+            measured += [JobGraph.load(trace) for trace in traces]
             context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
             before = prediction
             prediction = predict_step_time(
                 base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
-                num_draws=num_timelines, num_resamples=num_timelines,
+                num_draws=num_timelines, num_resamples=num_timelines, stands_for=job.stands_for,
             )  # fmt: skip
             change = None
             if before is not None:
@@ -92,7 +88,7 @@ class Slices(CalibrationStrategy):
             noise = min((high - low) / 2 / max(predicted, 1), _LARGEST_NOISE)
             converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
             graph_path = context.work_dir / f"pass{index}.prism"
-            write_calibrated(context.graph_path, prediction.calibration, graph_path, {}, with_payloads=False)
+            write_calibrated(job.path, prediction.calibration, graph_path, {}, with_payloads=False)
             if converged or (len(slices) == 1 and index >= 1):
                 break
         assert prediction is not None
@@ -108,36 +104,80 @@ class Slices(CalibrationStrategy):
             "calibration.unmeasured_units": str(len(prediction.means.unmeasured_compute)),
             "calibration.transfers": options.transfers if bare is not None else "slices",
         }  # fmt: skip
-        write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True)
+        context.progress(0, 1, doing="writing the calibrated graph")
+        if job.by_roles:
+            _write_by_roles(context, prediction.calibration, facts)
+        else:
+            write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True)
         return CalibrationResult(
             context.output, tuple(passes), last.predicted_step_ns, last.step_low_ns, last.step_high_ns, converged
         )
 
-    def _with_transfers(self, context: CalibrationContext, options: Options) -> Path | None:
+    def _with_transfers(
+        self, context: CalibrationContext, options: Options, job: _Job, slices: Sequence[Sequence[int]]
+    ) -> Path | None:
         """A copy of the bare graph whose transfers are modelled; None when every group fits into one slice."""
-        graph = JobGraph.load(context.graph_path)
-        slices = [frozenset(ranks) for ranks in partition(context.world_size, context.num_slots)]
-        if all(any(s.issuperset(group.ranks) for s in slices) for group in graph.groups.values()):
+        graph = JobGraph.load(job.path)
+        sets = [frozenset(ranks) for ranks in slices]
+        if not job.by_roles and all(any(s.issuperset(group.ranks) for s in sets) for group in graph.groups.values()):
             return None
         if options.transfers == "probe":
             context.progress(0, 1, doing="measuring the transport")
             context.report("measuring this machine's transport, for groups larger than a slice")
             trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
             model = TransferModel.fit(JobGraph.load(trace))
-            transfers = modelled_transfers(graph, model)
+            transfers = modelled_transfers(graph, model, group_sizes=job.group_sizes)
         else:
             observed = JobGraph.load(options.transfers)
-            found = merge_slices(graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0)
+            found = merge_slices(
+                graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0, stands_for=job.stands_for
+            )
             transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
         path = context.work_dir / "modelled.prism"
         columns = {rank: {"transfer_ns": transfers[graph.rows(rank)]} for rank in graph.ranks}
-        write_times(context.graph_path, columns, path, GraphKind.BARE, {}, with_payloads=False)
+        write_times(job.path, columns, path, GraphKind.BARE, {}, with_payloads=False)
         return path
 
 
-def partition(world_size: int, num_slots: int) -> list[tuple[int, ...]]:
+@dataclass(frozen=True)
+class _Job:
+    """What is calibrated: the ranks that run in slices, and the graph that their times are put into.
+
+    Of a recording by roles that graph is a small one, with one rank of each kind; `stands_for` says whose times the
+    ranks have that do not run, and `group_sizes` how large the groups really are.
+    """
+
+    path: Path
+    ranks: Sequence[int]
+    by_roles: bool = False
+    stands_for: Mapping[int, int] | None = None
+    group_sizes: Mapping[int, int] | None = None
+
+
+def _job(context: CalibrationContext) -> _Job:
+    from prism_sdk.runtime.roles.recorded import small_job
+
+    small = small_job(context.graph_path, context.work_dir / "alike.prism")
+    if small is None:
+        return _Job(context.graph_path, range(context.world_size))
+    context.report(f"recorded by roles: {len(small.ranks)} of {context.world_size} ranks run for real, in slices")
+    return _Job(small.path, small.ranks, by_roles=True, stands_for=small.stands_for, group_sizes=small.group_sizes)
+
+
+def partition(ranks: Sequence[int], num_slots: int) -> list[tuple[int, ...]]:
     """The ranks in slices of at most `num_slots`, neighbours together."""
-    return [tuple(range(first, min(first + num_slots, world_size))) for first in range(0, world_size, num_slots)]
+    return [tuple(ranks[first : first + num_slots]) for first in range(0, len(ranks), num_slots)]
+
+
+def _write_by_roles(context: CalibrationContext, calibration: Calibration, facts: Mapping[str, str]) -> None:
+    """All ranks of a role get what its representative was found to take."""
+    from prism_sdk.runtime.roles.recorded import write_times_by_roles
+
+    ends = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
+    write_times_by_roles(
+        context.graph_path, context.output, times=calibration.columns, graph_kind=GraphKind.CALIBRATED,
+        steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
+    )  # fmt: skip
 
 
 def write_calibrated(
@@ -188,10 +228,6 @@ def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, 
 def _progress(one: CalibrationPass) -> str:
     change = "" if one.change_percent is None else f", change {one.change_percent:.2f} %"
     return f"pass {one.index + 1}: step {one.predicted_step_ns / 1e6:.3f} ms{change}"
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 @hookimpl

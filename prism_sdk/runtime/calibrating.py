@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,16 +17,22 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
+from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_folder
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes."""
 
-    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress) -> None:
+    def __init__(
+        self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
+        engine: RayEngine | None = None,
+    ) -> None:  # fmt: skip
+        self._engine = engine
         self._config = config
         self._graph = graph
         self._work_dir = work_dir
@@ -52,7 +57,8 @@ class SliceContext(CalibrationContext):
 
     @property
     def num_slots(self) -> int:
-        return min(self._config.num_slots or num_cpus(), self._world_size)
+        here = num_cpus() if self._engine is None else self._engine.num_cpus
+        return min(self._config.num_slots or here, self._world_size)
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -64,6 +70,23 @@ class SliceContext(CalibrationContext):
         with self._progress.muted():
             run_sandbox(config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path)
         return output
+
+    def run_slices(self, slices: Sequence[Sequence[int]], *, graph_path: Path, label: str) -> list[Path]:
+        if self._engine is None:
+            return super().run_slices(slices, graph_path=graph_path, label=label)
+        self.report(f"{label}: {len(slices)} slices over {self._engine.num_nodes} machines")
+        config = replace(self._config, quiet=True, local_ranks_filter=(), num_slots=None)
+        tasks = [
+            SliceTask(
+                config, self._graph, tuple(sorted(ranks)), graph_path,
+                self._work_dir / f"{label.replace(' ', '')}-slice{position}.prism",
+            )
+            for position, ranks in enumerate(slices)
+        ]  # fmt: skip
+        done = self._engine.run(tasks, lambda done: self.progress(done, len(tasks), doing=label))
+        if done < len(tasks):
+            self.report(f"{label}: {len(tasks) - done} of {len(tasks)} slices were finished before")
+        return [task.output for task in tasks]
 
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
         output = self._work_dir / f"{label}.prism"
@@ -88,7 +111,6 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     check_target(config)
     if config.graph is None:
         raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- SCRIPT")
-    started = time.monotonic_ns()
     try:
         with TraceReader(config.graph) as reader:
             world_size = reader.world_size
@@ -96,15 +118,21 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
-    try:
-        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
+    if config.engine is None:
+        work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
+        try:
+            result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
+        finally:
+            shutil.rmtree(work_dir, ignore_errors=True)
+    else:
+        work_dir = kept_folder(config)
+        with RayEngine(config.address, num_slots=config.num_slots) as engine:
+            context = SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine)
+            result = strategy.calibrate(context)
+        shutil.rmtree(work_dir, ignore_errors=True)  # not after a failure: what is finished counts next time
     progress.say(_sentence(result))
-    wall_ns = time.monotonic_ns() - started
     summary = asdict(result) | {"output": str(result.output)}
-    return LaunchResult(0, result.output, world_size, wall_ns, summary)
+    return LaunchResult(0, result.output, world_size, round(progress.elapsed_s * 1e9), summary)
 
 
 def _sentence(result: CalibrationResult) -> str:
@@ -112,5 +140,5 @@ def _sentence(result: CalibrationResult) -> str:
     state = "converged" if result.converged else "not converged: more passes (-O passes=N) or a quieter machine"
     return (
         f"predicted step {result.predicted_step_ns / 1e6:.3f} ms, 95 % interval {low:.3f} to {high:.3f} ms "
-        f"({len(result.passes)} pass{'es' if len(result.passes) != 1 else ''}, {state})"
+        f"({counted(len(result.passes), 'pass', 'passes')}, {state})"
     )

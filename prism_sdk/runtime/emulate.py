@@ -11,17 +11,16 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch
-
 import prismtrace
 from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
 from prism_sdk.runtime.intercept import Seam
+from prism_sdk.runtime.making_up import compensate, copy_view, give_own, is_without_values
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
 from prism_sdk.runtime.oncuda.filling import fill_alone
@@ -30,12 +29,22 @@ from prism_sdk.runtime.oncuda.order import HostOrder, device_of, order_of
 from prism_sdk.runtime.oncuda.scratch import results_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
-from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
+from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.tensors import (
+    Bytes,
+    deliver,
+    deliver_locally,
+    deliver_repeated,
+    fill,
+    memory_differs,
+    memory_of,
+    plain,
+)
 from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
-from prismtrace import Op, ReduceOp
+from prismtrace import Op
 
 
 class EmulateSeam(Seam):
@@ -66,6 +75,7 @@ class EmulateSeam(Seam):
         self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool) if self._holds_streams() else None
         self._started = False
         self.groups: list[GroupState] = []
+        self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _holds_streams(self) -> bool:
@@ -83,6 +93,10 @@ class EmulateSeam(Seam):
         install_coalescing()
         install_destroying(lambda: self.groups)
         install_futures()
+        if self.facts.by_roles:
+            from prism_sdk.runtime.roles.seam import skip_foreign_groups
+
+            skip_foreign_groups(None)
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
 
@@ -116,13 +130,14 @@ class EmulateSeam(Seam):
                 handles = self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
                 if self.held is not None:
                     self.held.stand_in(*handles)
-        if call.is_p2p and call.peer is None:
+        is_any = call.is_p2p and call.peer is None
+        if is_any:
             call.peer = call.group.ranks.index(one.peer or 0)
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
             return self._issue_real(call, unit, posted)
         device = device_of(call) if self.held is not None else None
-        if self.held is not None and device is not None and self.held.takes(call, device):
+        if self.held is not None and device is not None and one.alike is None and self.held.takes(call, device):
             return self._issue_held(self.held, call, one, moved, unit, posted)
         handle = self.engine.post(one.stream, one.seq, int(posted), shift=self.cursor.shift_of(one))
         if self.held is not None:
@@ -138,6 +153,8 @@ class EmulateSeam(Seam):
             line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
+        if not is_any:
+            self._receives.add(call, handle, work)
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -185,7 +202,7 @@ class EmulateSeam(Seam):
             if not is_filled:
                 joined = memoryview(Bytes(call.contribution).joined())
                 sizes = call.send_bytes or ()
-                deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: sizes)
+                deliver(call, lambda _, o, view: copy_view(view, joined[o : o + len(view)]), lambda _: sizes)
             if not is_in_background():
                 now = self.tracer.now()
                 self.tracer.wait(unit, posted if not call.is_async else now, now, blocked=False)
@@ -231,6 +248,7 @@ class EmulateSeam(Seam):
         carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
+            self._receives.forget(handle)
             start = self.tracer.now() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
@@ -248,6 +266,7 @@ class EmulateSeam(Seam):
             if not is_in_background():
                 self.tracer.wait(unit, start, self.tracer.now(), blocked=blocked or not call.is_async)
                 place_before(call, seq, wait=False)  # its transfer may still be under way
+                self._receives.place(call, lambda receive: self.engine.is_complete(receive, due), wait=False)
             elif is_seen():
                 self.tracer.complete(unit, self.tracer.now())
 
@@ -261,7 +280,7 @@ class EmulateSeam(Seam):
                 deliver_locally(call, call.contribution)
             elif is_without_values(call, one):
                 self.num_without_values += 1
-                _give_own(call)
+                give_own(call)
             return
         first = one.first_item + moved
         views = self.pool.take(first, len(one.sources))
@@ -278,14 +297,19 @@ class EmulateSeam(Seam):
         me = call.group.group_rank
 
         def read_into(member: int, offset: int, view: memoryview) -> None:
-            source = by_source.get(member, mine) if call.op is Op.RECV or member != me else mine
+            source = by_source.get(one.giver(member), mine) if call.op is Op.RECV or member != me else mine
             piece = source[offset : offset + len(view)]
             if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
                 view, rest = view[: len(piece)], view[len(piece) :]
                 rest[:] = bytes(len(rest))
-            _copy(view, piece)
+            copy_view(view, piece)
 
-        deliver(call, read_into, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+        if one.alike is not None and deliver_repeated(call, one.alike, read_into):
+            return
+        deliver(
+            call, read_into,
+            lambda member: call.send_bytes or () if member == me else one.send_bytes[one.giver(member)],
+        )  # fmt: skip
 
     def _give_reduction(self, call: Call, by_source: dict[int, memoryview]) -> None:
         """The recorded result, where this rank contributes what it did then; else that, compensated for the difference.
@@ -302,10 +326,10 @@ class EmulateSeam(Seam):
             size = delivery.tensor.nbytes
             part = result[position : position + size]
             if joined is None or recorded is None:
-                fill(delivery.tensor, lambda view, p=part: _copy(view, p))  # type: ignore[misc]
+                fill(delivery.tensor, lambda view, p=part: copy_view(view, p))  # type: ignore[misc]
             else:
                 span = slice(delivery.offset_bytes, delivery.offset_bytes + size)
-                _compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])
+                compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])
             position += size
 
     def _is_same(self, call: Call, recorded: memoryview) -> bool:
@@ -346,52 +370,3 @@ def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: in
 
     store = PrefixStore("prism-mesh", LauncherStore(conversation, lambda regions: None))
     return ProcessGroupGloo(store, sandbox.index(rank), len(sandbox), timedelta(minutes=10))
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    target[:] = source
-
-
-def is_without_values(call: Call, one: Expected) -> bool:
-    """Whether virtual members give something that was not recorded."""
-    if one.sources or (call.op is Op.SCATTER and call.group.group_rank == call.root):
-        return False
-    return bool(call.deliveries or call.receive_tensors)
-
-
-def _give_own(call: Call) -> None:
-    """No values were recorded: virtual members give what this rank gives, and zeros where it gives nothing.
-
-    Not right, but what programs that check for equal shapes go on with. A broadcast leaves what is there.
-    """
-    own = Bytes(call.contribution)
-    mine = memoryview(own.joined())
-
-    def read_into(member: int, offset: int, view: memoryview) -> None:
-        piece = mine[offset : offset + len(view)]
-        view[:] = piece if len(piece) == len(view) else bytes(len(view))
-
-    if call.op is not Op.BROADCAST:
-        deliver(call, read_into, lambda member: call.send_bytes or ())
-
-
-def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: memoryview, now: memoryview) -> None:
-    """Put the recorded result into `output`, less what this rank contributed `then` and with what it contributes `now`.
-
-    Products and bitwise reductions stay as recorded: their results do not say what the virtual members contributed.
-    """
-    total, live = _tensor(result, output), _tensor(now, output)
-    if call.reduce_op is ReduceOp.SUM and output.dtype is not torch.bool:
-        total.add_(live.sub_(_tensor(then, output)))
-    elif call.reduce_op is ReduceOp.AVG and (output.is_floating_point() or output.is_complex()):
-        total.add_(live.sub_(_tensor(then, output)).div_(len(call.group.ranks)))
-    elif call.reduce_op is ReduceOp.MAX:
-        total = torch.maximum(total, live)
-    elif call.reduce_op is ReduceOp.MIN:
-        total = torch.minimum(total, live)
-    with torch.no_grad():
-        output.detach().copy_(total.view(output.shape))
-
-
-def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(view), dtype=like.dtype)  # on the CPU, whatever the default device is

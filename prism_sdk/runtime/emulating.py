@@ -21,17 +21,22 @@ from typing import Any
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
+from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
-from prism_sdk.runtime.manifest import Script, read_scripts
+from prism_sdk.runtime.manifest import Script, is_by_roles, read_scripts
 from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.runtime.roles.recorded import RecordedRoles
+from prism_sdk.wording import counted
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -190,12 +195,13 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
         left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
         if left and left == len(script.expected):
             raise TraceMismatchError(
-                rank, unit_index=None, expected=f"{left} operations", found="none of them", file=str(graph)
+                rank, unit_index=None, expected=counted(left, "operation"), found="none of them", file=str(graph)
             )
         if left:
             report(
-                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
-                "were not reached (fewer steps than recorded, or another program)"
+                f"rank {rank} ended before the graph does: {left} of its "
+                f"{counted(len(script.expected), 'recorded operation')} were not reached "
+                "(fewer steps than recorded, or another program)"
             )
 
 
@@ -215,19 +221,22 @@ def _prepare(
                 f"rank {outside[0]} is not in {graph_path}, which has ranks 0 to {reader.world_size - 1}",
                 hint="choose with --sandbox",
             )
-        scripts = read_scripts(reader, sandbox)
+        scripts, by_roles = read_scripts(reader, sandbox), is_by_roles(reader)
+        for rank, other in _stood_for(reader, sandbox) if by_roles else ():
+            report(f"rank {rank} did not run when {graph_path.name} was recorded, rank {other} stood for it: what "
+                   "follows from data of its own (sizes of routing) is not in the graph")  # fmt: skip
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     for key in ("occupy", "device_pool_bytes"):
         if (key, config.options.get(key)) != ("occupy", "off"):
-            whole_number(config.options, key, 0)
+            at_least(config.options, key, default=0, low=0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
     plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
-    report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
+    report(f"{counted(len(plan), 'boundary operation')}, {counted(int(plan.term_offsets[-1]), 'term')}")
     for rank, script in scripts.items():
         script.save(work / f"script-{rank}")
         if not script.has_values:
@@ -240,21 +249,30 @@ def _prepare(
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
-        options=dict(config.options), hold_fds=holds,
+        options=dict(config.options), by_roles=by_roles, hold_fds=holds,
     )  # fmt: skip
     return scripts, facts
+
+
+def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The sandbox ranks that did not run in a recording by roles, and the ranks whose rows they have."""
+    roles = RecordedRoles.of(reader)
+    for rank in sandbox:
+        if roles is not None and roles.stands_for[rank] != rank:
+            yield rank, int(roles.stands_for[rank])
 
 
 def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:
     """The graph to plan from: of a large job only ranks that differ, so that memory and time follow its roles."""
     with TraceReader(path) as reader:
-        is_large = len(reader.ranks) >= _LARGE_JOB
-    if is_large:
-        from prism_sdk.simulate.folding import folded_graph
+        is_sane = reader.graph_kind is GraphKind.CALIBRATED and set(sandbox) <= set(reader.ranks)
+        if is_sane and len(reader.ranks) >= _LARGE_JOB:
+            from prism_sdk.simulate.loading import load
 
-        folded = folded_graph(path, sandbox_ranks=sandbox)
-        if folded is not None:
-            return folded
+            with contextlib.suppress(GraphError):  # loaded as a whole it says what is wrong
+                folded = folded_graph(reader, load(reader, with_sizes=False), sandbox_ranks=sandbox)
+                if folded is not None:
+                    return folded
     return JobGraph.load(path)
 
 
@@ -263,19 +281,10 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
     return any(not frozenset(sandbox).issuperset(one.group_ranks) for one in messages)
 
 
-def whole_number(options: Mapping[str, str], key: str, default: int) -> int:
-    """The number that `-O key=N` says; UsageError where it is none."""
-    text = options.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"-O {key}={text}: {text!r} is not a whole number", hint=f"such as -O {key}={default or 16}")
-    return int(text)
-
-
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
     """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N`."""
-    limit = whole_number(config.options, "prefetch_bytes", _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES)
+    default = _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES
+    limit = at_least(config.options, "prefetch_bytes", default=default, low=0)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

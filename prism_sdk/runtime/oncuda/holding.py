@@ -91,6 +91,7 @@ class StreamHold:
         self._driver = driver = Driver()
         torch.cuda.current_stream(device).query()  # the context is there and current
         self._flags = driver.register(ctypes.addressof(ctypes.c_char.from_buffer(table.map)), fields.TABLE_BYTES)
+        self._try_device()
         ring = source.memory()
         try:
             driver.register(ctypes.addressof(ctypes.c_char.from_buffer(ring)), len(ring))
@@ -122,6 +123,17 @@ class StreamHold:
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
         self._await_releaser()
+
+    def _try_device(self) -> None:
+        """Raise RunError where a stream cannot wait for and write to the shared table."""
+        address = self._flags + 4 * fields.TRIAL
+        for stream in (torch.cuda.current_stream(self.device), self._urgent_stream()):
+            before = self._table.words[fields.TRIAL]
+            self._driver.stream_wait(stream.cuda_stream, address, before)
+            self._driver.stream_write(stream.cuda_stream, address, before + 1)
+            torch.cuda.synchronize(self.device)
+            if self._table.words[fields.TRIAL] != before + 1:
+                raise RunError("what a stream writes to memory that the host shares with it does not arrive there")
 
     def _await_releaser(self) -> None:
         until = time.monotonic() + _READY_S

@@ -23,16 +23,8 @@ from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
-from prism_sdk.runtime.tracer import (
-    AWAITS,
-    END,
-    GROUP,
-    KIND,
-    PEER,
-    START,
-    ResidentMemory,
-    Tracer,
-)
+from prism_sdk.runtime.rows import AWAITS, END, GROUP, KIND, PEER, START
+from prism_sdk.runtime.tracer import ResidentMemory, Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
 RESERVED_COLUMN = "prism.device_reserved_peak_bytes"

@@ -63,11 +63,12 @@ class Agent:
         self._kernels: KernelRecorder | None = None
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
-        if self.spec.mode is LaunchMode.OBSERVE and self.spec.device != "cpu" and devices.num_real_devices():
-            from prism_sdk.runtime.oncuda.durations import ENVIRONMENT
+        if self.spec.mode is not LaunchMode.RECORD and self.spec.device != "cpu" and devices.num_real_devices():
+            from prism_sdk.runtime.oncuda import durations, holdtable
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 
-            for name, value in ENVIRONMENT.items():  # before the program makes a group
+            needed = holdtable if self.spec.mode is LaunchMode.EMULATE else durations
+            for name, value in needed.ENVIRONMENT.items():  # before the program makes a group or opens the device
                 os.environ.setdefault(name, value)
             return DeviceTracer(self.spec.rank, writer)
         return Tracer(self.spec.rank, writer)

@@ -20,9 +20,9 @@ from prism_sdk.runtime.prefetch import (
     Item,
     PayloadSequence,
     Ring,
-    _place,
     create_ring,
     load_sequence,
+    place_in_circle,
     save_sequence,
 )
 from prismtrace import GraphKind, TraceReader, TraceWriter
@@ -209,7 +209,7 @@ def test_places_never_overlap(capacity: int, sizes: list[int], data: random.Rand
     held: list[tuple[int, int, int]] = []
     head = 0
     for index, size in enumerate(sizes):
-        while (offset := _place(size, capacity, head, held)) is None:
+        while (offset := place_in_circle(size, capacity, head, held)) is None:
             if not held:
                 assert size > capacity  # an empty pool takes everything that is not larger than itself
                 break

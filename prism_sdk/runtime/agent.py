@@ -28,7 +28,7 @@ from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
-from prism_sdk.runtime.oncuda import devices
+from prism_sdk.runtime.oncuda import devices, streams
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.stepboard import step_cell
@@ -59,7 +59,9 @@ class Agent:
         self._naming: Naming | None = None
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
-        if self.spec.mode is LaunchMode.OBSERVE and self.spec.device != "cpu" and devices.num_real_devices():
+        is_slice = self.spec.emulate is not None and self.spec.emulate.is_slice
+        is_timed = self.spec.mode is LaunchMode.OBSERVE or is_slice
+        if is_timed and self.spec.device != "cpu" and devices.num_real_devices():
             from prism_sdk.runtime.oncuda.durations import ENVIRONMENT
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 
@@ -82,6 +84,10 @@ class Agent:
             from prism_sdk.runtime.record import RecordSeam
 
             return RecordSeam(self.spec, self.tracer, self.channel)
+        if self.spec.emulate is not None and self.spec.emulate.is_slice:
+            from prism_sdk.runtime.oncuda.slicing import SliceSeam
+
+            return SliceSeam(self.spec, self.tracer, self.channel)
         from prism_sdk.runtime.emulate import EmulateSeam
 
         return EmulateSeam(self.spec, self.tracer, self.channel)
@@ -95,6 +101,8 @@ class Agent:
             oncpu.install(num_devices=self.spec.num_devices)
         elif self.seam.replaces_backend and 0 < devices.num_real_devices() < self.spec.num_devices:
             devices.install(num_logical=self.spec.num_devices, num_real=devices.num_real_devices())
+        if self.spec.device != "cpu" and devices.num_real_devices():
+            streams.follow(self.tracer)
         self.interceptor.install()
         self.seam.install()
         follow_training(self.tracer, lambda: self.interceptor.active)

@@ -18,6 +18,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
+from prism_sdk.runtime.gpus import num_gpus, uses_gpus
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
@@ -27,8 +28,12 @@ from prismtrace import TraceReader
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes."""
 
-    def __init__(self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress) -> None:
+    def __init__(
+        self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress, *,
+        num_devices: int = 0,
+    ) -> None:  # fmt: skip
         self._config = config
+        self._num_devices = num_devices
         self._graph = graph
         self._work_dir = work_dir
         self._world_size = world_size
@@ -52,7 +57,13 @@ class SliceContext(CalibrationContext):
 
     @property
     def num_slots(self) -> int:
-        return min(self._config.num_slots or num_cpus(), self._world_size)
+        most = self._num_devices or num_cpus()
+        wanted = self._config.num_slots or most
+        return min(wanted, most if self._num_devices else wanted, self._world_size)
+
+    @property
+    def num_devices(self) -> int:
+        return self._num_devices
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -62,7 +73,14 @@ class SliceContext(CalibrationContext):
         output = self._work_dir / f"{label}.prism"
         config = replace(self._config, output=output, quiet=True, local_ranks_filter=(), num_slots=None)
         with self._progress.muted():
-            run_sandbox(config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path)
+            if self._num_devices and len(ranks) == self._world_size:  # nobody is virtual
+                whole = replace(config, mode=LaunchMode.OBSERVE, graph=self._graph, payloads=PayloadMode.NONE)
+                run_job(whole, AllAtOnce(), self._progress)
+                return output
+            run_sandbox(
+                config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path,
+                on_devices=self._num_devices > 0,
+            )  # fmt: skip
         return output
 
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
@@ -91,14 +109,17 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     started = time.monotonic_ns()
     try:
         with TraceReader(config.graph) as reader:
-            world_size = reader.world_size
+            world_size, wants_gpus = reader.world_size, uses_gpus(reader, device=config.device)
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
+    num_devices = num_gpus() if wants_gpus else 0
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
     try:
-        result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
+        result = strategy.calibrate(SliceContext(
+            config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
+        ))  # fmt: skip
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
     progress.say(_sentence(result))

@@ -94,9 +94,13 @@ def emulate(config: LaunchConfig, progress: Progress) -> LaunchResult:
 
 
 def run_sandbox(
-    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None
-) -> LaunchResult:
-    """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given."""
+    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None,
+    on_devices: bool = False,
+) -> LaunchResult:  # fmt: skip
+    """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given.
+
+    `on_devices`: it is a slice of a calibration on GPUs, where communication with virtual ranks is stood in for.
+    """
     work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
     try:
         progress.doing("contracting the graph")
@@ -114,7 +118,7 @@ def run_sandbox(
                 policy = SandboxPolicy(context.watched, end_step=end_step)
                 result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
-                    emulate=replace(facts, assistance=assistance),
+                    emulate=replace(facts, assistance=assistance, is_slice=on_devices),
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox)),
                               "emulate.backend": facts.backend},
                     descriptors=[*fds, *assistance.descriptors],

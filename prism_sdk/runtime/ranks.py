@@ -26,6 +26,7 @@ class EmulateSpec:
     board_fd: int  # posts of the sandbox ranks; -1 with only one
     needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
+    is_slice: bool = False  # of a calibration on GPUs: times are wanted, values only as far as they steer the program
     assistance: Assistance = field(default_factory=Assistance)  # what the backend has started in the launcher
 
 

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.names import Names, Notes, name_columns
 from prismtrace import ABSENT, TraceWriter
 from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.oncuda.streams import StreamFollower
 
 now_ns = time.monotonic_ns
 
@@ -93,6 +96,7 @@ class Tracer:
         self._notes = Notes()
         self._memory_since = 0
         self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
+        self.streams: StreamFollower | None = None  # on a GPU: whose rows these are, and who waits for whom
         self.step = 0
         self.step_cell: memoryview | None = None  # where the launcher looks for it
         self._step_start = ABSENT
@@ -142,10 +146,20 @@ class Tracer:
         self._open[unit] = self.step
         return unit
 
-    def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
-        """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion."""
+    def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool, is_of_main: bool = False) -> None:
+        """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion.
+
+        `is_of_main`: it is the main stream of a GPU that waits, whichever stream is current.
+        """
         with self._lock:
-            self._wait(unit, start_ns, end_ns, blocked=blocked)
+            if self.streams is None or is_of_main or not self.streams.takes(unit):
+                self._wait(unit, start_ns, end_ns, blocked=blocked)
+            elif blocked:
+                self.amend(unit, END, self.beside(end_ns))
+
+    def beside(self, time_ns: int) -> int:
+        """The time of the stream that is current, where `time_ns` is that of the main one."""
+        return time_ns
 
     def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         self.compute_until(start_ns)

@@ -48,14 +48,14 @@ class DeviceClock:
         self._offset_at = 0
         self.first_host_ns = 0  # from there on marks are dated by the device
 
-    def mark(self) -> int:
-        """This point of the program: a Mark, or a plain host time where no event can be recorded."""
+    def mark(self, stream: Any = None) -> int:
+        """This point of the program on a stream (the current one): a Mark, or a host time where there are no events."""
         now = time.monotonic_ns()
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return now
         mark = Mark(now)
         mark.event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
-        mark.event.record()
+        mark.event.record(stream)
         mark.time_ns = None
         if self._periods and now - self._periods[-1].first < PERIOD_NS:
             self._periods[-1].marks.append(mark)

@@ -50,7 +50,7 @@ class DeviceTracer(Tracer):
         resident = ResidentMemory()
         super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
         self._clock = DeviceClock()
-        self.now = self._clock.mark
+        self.now = lambda: self._clock.mark(None if self.streams is None else self.streams.main)
         self._durations = Durations()
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
@@ -71,6 +71,15 @@ class DeviceTracer(Tracer):
         elif call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
             num_entries = len(call.contribution)
         self._durations.expect(unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block)
+
+    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
+        unit = super()._communication(call, posted_ns, seq)
+        if self.streams is not None and self.streams.is_beside():
+            self.amend(unit, START, self._clock.mark())  # asked for on a stream of its own, behind what that one had
+        return unit
+
+    def beside(self, time_ns: int) -> int:
+        return self._clock.mark()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,6 @@ the processors and the memory with what a job computes meanwhile, and takes two 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -25,8 +24,8 @@ def main(sizes: dict[str, list[int]], repetitions: int) -> None:
     import torch
     import torch.distributed as dist
 
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     size = dist.get_world_size()
     matrix = torch.randn(_WIDTH, _WIDTH, device="cuda", dtype=torch.bfloat16)
     product = torch.empty_like(matrix)

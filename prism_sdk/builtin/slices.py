@@ -66,7 +66,7 @@ class Slices(CalibrationStrategy):
     """Slice by slice, with means over steps, waiting stripped from transfers, repeated until nothing changes."""
 
     name = "slices"
-    option_names = ("cluster", "passes", "transfers", "warmup_steps")
+    option_names = ("cluster", "occupy", "passes", "transfers", "warmup_steps")
     description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:

@@ -6,8 +6,8 @@ calibration strategy's.
 Nothing may make the host wait for the device, or the stream runs dry and what is measured is the cost of launching.  So
 results are made on the device where they are large numbers: a rank takes its own contribution for everybody's.  What
 may steer the program (integers, small tensors, what only others know) is the recorded value, through pinned memory and
-without looking at what this rank contributes.  A spinning kernel holds the stream for the transfer of the graph, so
-that the host gets as far ahead as in the job.
+without looking at what this rank contributes.  A kernel holds the stream for the transfer of the graph and takes what
+NCCL's would take from computing beside it; so the host gets as far ahead as in the job.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background, run_due
 from prism_sdk.runtime.manifest import Expected
 from prism_sdk.runtime.observe import settle_any_source, take_number
+from prism_sdk.runtime.oncuda.occupying import Occupier
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
 from prism_sdk.runtime.oncuda.tracing import DeviceTracer
@@ -35,9 +36,6 @@ from prismtrace import Op
 SMALL_BYTES = 65_536
 """Results up to this size are the recorded ones."""
 
-_CYCLES_TO_MEASURE = 4_000_000
-_LONGEST_NS = 1_000_000_000
-
 
 class SliceSeam(EmulateSeam):
     """Elides what virtual ranks take part in; among the ranks of the slice communication is real."""
@@ -45,7 +43,7 @@ class SliceSeam(EmulateSeam):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lanes: dict[int, torch.cuda.Stream] = {}  # group -> the stream that stands for NCCL's
-        self._cycles_per_ns = 0.0
+        self._occupier = Occupier(takes_processors=self.facts.options.get("occupy") != "off")
         self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
         self._known: set[tuple[Any, ...]] = set()
 
@@ -91,7 +89,7 @@ class SliceSeam(EmulateSeam):
             lane.wait_stream(current)
         scratch = nccl_scratch(call, device)
         with torch.cuda.stream(lane), torch.no_grad():
-            self._hold(transfer_ns)
+            self._occupier.occupy(transfer_ns)
             self._give(call, one, moved)
         done = torch.cuda.Event()
         done.record(lane)
@@ -119,14 +117,8 @@ class SliceSeam(EmulateSeam):
     def _late_wait(self, unit: int) -> Callable[[], None]:
         return lambda: self.tracer.wait(unit, self.tracer.now(), self.tracer.now(), blocked=False)
 
-    def _hold(self, duration_ns: int) -> None:
-        """Keep the current stream busy for about that long."""
-        sleep: Any = getattr(torch.cuda, "_sleep", None)
-        if sleep is None or duration_ns <= 0:
-            return
-        if not self._cycles_per_ns:
-            self._cycles_per_ns = _cycles_per_ns(sleep)
-        sleep(round(min(duration_ns, _LONGEST_NS) * self._cycles_per_ns))
+    def summary(self) -> dict[str, object]:
+        return {**super().summary(), "occupied_by": self._occupier.kind or "nothing"}
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -228,13 +220,3 @@ def _copy_own(call: Call, tensor: torch.Tensor, offset_bytes: int) -> None:
         elif source.numel() >= target.nbytes:
             target.copy_(source[: target.nbytes].view(target.dtype).view(target.shape))
         return
-
-
-def _cycles_per_ns(sleep: Callable[[int], None]) -> float:
-    """The clock of the current device, by a kernel that spins for a number of cycles; waits for it, once."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    sleep(_CYCLES_TO_MEASURE)
-    end.record()
-    end.synchronize()
-    return float(_CYCLES_TO_MEASURE / max(start.elapsed_time(end) * 1e6, 1.0))

@@ -81,7 +81,7 @@ class StreamFollower:
 
 
 def _key(stream: Any) -> int:
-    return int(getattr(stream, "cuda_stream", None) or getattr(stream, "stream_id", 0))
+    return int(getattr(stream, "cuda_stream", 0) or getattr(stream, "stream_id", 0))
 
 
 def follow(tracer: Tracer) -> None:

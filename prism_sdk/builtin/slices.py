@@ -132,6 +132,7 @@ class Slices(CalibrationStrategy):
         }  # fmt: skip
         if context.num_devices:
             facts["calibration.devices"] = str(context.num_devices)
+            facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
         write_calibrated(
             context.graph_path, prediction.calibration, context.output, facts, with_payloads=True, provenance=provenance
         )
@@ -150,6 +151,10 @@ class Slices(CalibrationStrategy):
             found = merge_slices(graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0)
             transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
             known = np.where(found.is_measured, MEASURED, UNSPECIFIED).astype(np.uint8)
+            if context.num_devices:  # what the observed run does not show has to come from somewhere that says so
+                other = cluster_transfers(graph, load_cluster(options.cluster), source="")
+                transfers = np.where(found.is_measured, transfers, other.transfer_ns)
+                known = np.where(found.is_measured, known, other.provenance).astype(np.uint8)
             return Transfers(transfers, known, options.transfers)
         if context.num_devices:
             return self._of_cluster(graph, context, options)

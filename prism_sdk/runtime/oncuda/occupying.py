@@ -3,8 +3,8 @@
 Responsible for the kernel that stands for NCCL's; when it runs and for how long is slicing.py's business.
 
 NCCL's kernels take processors and memory from what computes beside them: a job that overlaps communication is slower
-for it by some percent.  The kernel here takes as many processors as NCCL's does between two Hopper GPUs, and moves memory.  torch
-compiles it (NVRTC, from torch 2.9 on); where it cannot, one thread spins, which takes time and nothing else.
+for it by some percent.  The kernel here takes as many processors as NCCL's does between two Hopper GPUs, and moves
+memory.  torch compiles it (NVRTC, from torch 2.9 on); where it cannot, one thread spins, which takes time alone.
 """
 
 from __future__ import annotations

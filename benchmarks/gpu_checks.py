@@ -1,6 +1,6 @@
 """Runs one job over NCCL and under Prism on the GPUs at hand, and compares values, memory and times.
 
-    python benchmarks/gpu_checks.py [record] [full] [observe] [emulate]
+    python benchmarks/gpu_checks.py [record] [full] [observe] [emulate] [graphs]
 
 Where there is one GPU, real NCCL runs put both ranks on it: each says that it is on a host of its own (NCCL_HOSTID), so
 that NCCL lets them, and goes over sockets.  What torch's allocator does is the same; times of such a run mean nothing.
@@ -17,6 +17,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -101,9 +102,10 @@ def _sharing(ranks: int, num_devices: int) -> dict[str, str]:
     return {"GPU_JOB_SHARES": "1"} if ranks > num_devices else {}
 
 
-TIMED = {
-    "ddp": ("ddp", "8", "2048", "4096", "--timed"),
-    "fsdp2": ("fsdp2", "8", "2048", "4096", "--timed"),
+REPEATS = int(os.environ.get("GPU_CHECK_REPEATS", "5"))
+TIMED = {  # steps of more than 100 ms on an H200
+    "ddp": ("ddp", "12", "2048", "8192", "--timed"),
+    "fsdp2": ("fsdp2", "12", "4096", "20480", "--timed"),
 }
 WORKLOADS = {
     "operations": ("operations",),
@@ -112,18 +114,21 @@ WORKLOADS = {
 }
 
 
-def compare_memory(ours: Ran, nccl: Ran) -> list[str]:
-    """Where allocated, peak or reserved bytes differ: part by part, rank by rank."""
+def compare_memory(ours: Ran, *nccl: Ran) -> list[str]:
+    """Where allocated, peak or reserved bytes are those of no NCCL run: part by part, rank by rank."""
     differences = []
-    for rank, theirs in sorted(nccl.said.get("MEMORY", {}).items()):
+    for rank, first in sorted(nccl[0].said.get("MEMORY", {}).items()):
         mine = ours.said.get("MEMORY", {}).get(rank, {}).get("parts", [])
-        if [part[0] for part in mine] != [part[0] for part in theirs["parts"]]:
+        theirs = [run.said.get("MEMORY", {}).get(rank, first)["parts"] for run in nccl]
+        if any([part[0] for part in mine] != [part[0] for part in parts] for parts in theirs):
             differences.append(f"rank {rank}: other parts")
             continue
-        for a, b in zip(mine, theirs["parts"], strict=True):
-            if a != b:
-                differences.append(f"rank {rank} {a[0]}: prism {a[1:]}, nccl {b[1:]}, differ by "
-                                   f"{[x - y for x, y in zip(a[1:], b[1:], strict=True)]}")  # fmt: skip
+        for index, (a, *others) in enumerate(zip(mine, *theirs, strict=True)):
+            for at, what in enumerate(("allocated", "peak", "reserved"), 1):
+                x, values = a[at], [other[at] for other in others]
+                if x not in values:
+                    nearest = min(values, key=lambda value: abs(x - value))
+                    differences.append(f"rank {rank} part {index} {a[0]}: {what} {x}, nccl {nearest}, by {x - nearest}")
     return differences
 
 
@@ -162,25 +167,60 @@ def check_full(folder: Path, num_devices: int) -> bool:
 
 
 def check_observe(folder: Path, num_devices: int) -> bool:
-    """Times of the device: steps as the program measures them, and communication that runs beside computation."""
+    """Times of the device: steps as the program measures them, communication beside computation, and what it costs.
+
+    Plain and observed runs take turns. Bytes are those of a plain run: of one of them, where they differ among
+    themselves (NCCL's backend lets go of tensors when its watchdog has looked, which is a matter of chance).
+    """
     good = True
     for name, words in TIMED.items():
-        output = folder / f"{name}.prism"
-        plain = [real(*words, ranks=2, num_devices=num_devices)]
-        seen = prism("observe", output, *words, ranks=2, **_sharing(2, num_devices))
-        if num_devices > 1:
+        plain, seen, repeats = [], [], REPEATS if num_devices > 1 else 1
+        outputs = [folder / f"{name}-{repeat}.prism" for repeat in range(repeats)]
+        for repeat, output in enumerate(outputs):
             plain.append(real(*words, ranks=2, num_devices=num_devices))
-        seen.show(f"observe {name}")
-        print("   plain", [run.code for run in plain], "steps ms: plain", [_mean_step(run) for run in plain],
-              "observed", _mean_step(seen), "differing in memory:", compare_memory(seen, plain[0])[:6])  # fmt: skip
-        good = good and seen.code == 0 and plain[0].code == 0 and not compare_memory(seen, plain[0])
-        if seen.code == 0:
-            good = describe(output, seen) and good
+            options = () if repeat else ("--kernels", "7:9")
+            seen.append(prism("observe", output, *words, ranks=2, options=options, **_sharing(2, num_devices)))
+        seen[-1].show(f"observe {name}")
+        good = seen[-1].code == 0 and describe(outputs[-1], seen[-1]) and good
+        good = seen[0].code == 0 and describe_kernels(outputs[0]) and good
+        steps = [[_mean_step(run) for run in runs] for runs in (plain, seen)]
+        print("   exits", [run.code for run in [*plain, *seen]], "steps ms: plain", steps[0], "observed", steps[1])
+        if not all(all(run) for side in steps for run in side):
+            good = False
+            continue
+        costs = [100 * (mean(b) / mean(a) - 1) for a, b in zip(*steps, strict=True)]
+        differences = [compare_memory(run, *plain) for run in seen]
+        among = [compare_memory(run, plain[0]) for run in plain[1:]]
+        print(f"   observing costs {median(costs):+.2f} %, {[round(cost, 2) for cost in costs]}")
+        print("   bytes that no plain run has", differences)
+        print("   plain runs differ among themselves in", [len(lines) for lines in among], "places", flush=True)
+        good = good and not any(differences) and (num_devices == 1 or median(costs) <= 1.0)
     return good
 
 
+_COUNTED = (2, 3, 4, 5, 10, 11)
+
+
 def _mean_step(ran: Ran) -> list[float]:
-    return [round(sum(v["ms"][2:]) / len(v["ms"][2:]), 3) for _, v in sorted(ran.said.get("STEPS", {}).items())]
+    """Each rank's, without the first two and those that `--kernels 7:9` makes longer."""
+    ms = [value["ms"] for _, value in sorted(ran.said.get("STEPS", {}).items())]
+    return [round(mean(times[step] for step in _COUNTED), 3) for times in ms]
+
+
+def describe_kernels(path: Path) -> bool:
+    """Whether the kernels of steps 7 and 8 are there, and NCCL's among them."""
+    from prism_sdk.graph.compare import compare_traces
+    from prismtrace import TraceReader
+
+    with TraceReader(path) as reader:
+        events = reader.events(0)
+        steps = sorted(set(events.columns()["prism.step"].tolist())) if len(events) else []
+        num_nccl = sum("nccl" in (name or "").lower() for name in events.name)
+    kernels = compare_traces([path], [path]).ranks[0].kernels
+    print(f"   {len(events)} kernels of steps {steps}, {num_nccl} of NCCL; {len(kernels)} names, the longest "
+          f"{[(k.name[:40], k.num_real, round(k.real_ns / 1e6, 3)) for k in kernels[:3]]} (ms a step)",
+          flush=True)  # fmt: skip
+    return steps == [7, 8] and num_nccl > 0
 
 
 def describe(path: Path, seen: Ran) -> bool:
@@ -204,8 +244,8 @@ def describe(path: Path, seen: Ran) -> bool:
                 for i in np.flatnonzero(dated)
             )
             waits = int((end - start)[kind == UnitKind.WAIT].sum())
-            mine = np.diff(steps.end_ns)[1:] / 1e6
-            told = np.array(seen.said["STEPS"][rank]["ms"][2:])
+            mine = np.diff(steps.end_ns)[np.array(_COUNTED) - 1] / 1e6
+            told = np.array(seen.said["STEPS"][rank]["ms"])[list(_COUNTED)]
             print(f"   rank {rank}: {len(units)} units, {int(moved.sum())} communications, {int(dated.sum())} with an "
                   f"end, {int((end - start)[dated].sum()) / 1e6:.1f} ms long, {hidden / 1e6:.1f} ms of it beside "
                   f"computing, waits {waits / 1e6:.1f} ms; steps ms {mine.round(2).tolist()} by the program "
@@ -230,6 +270,23 @@ def check_emulate(folder: Path, num_devices: int) -> bool:
     return emulated.code == 0 and same and equal
 
 
+def check_graphs(folder: Path, num_devices: int) -> bool:
+    """Captured communication runs under observe and is one unit; a recording refuses it."""
+    from prismtrace import Op, TraceReader
+
+    seen = prism("observe", folder / "captured.prism", "graph", ranks=2, **_sharing(2, num_devices))
+    seen.show("observe graph")
+    refused = prism("record", folder / "refused.prism", "graph", ranks=2)
+    says = "while a CUDA graph is captured" in refused.err
+    print(f"== record graph: exit {refused.code}, says why: {says}; {refused.err[-600:]}", flush=True)
+    if seen.code:
+        return False
+    with TraceReader(folder / "captured.prism") as reader:
+        counts = [int((reader.units(rank).op == Op.ALL_REDUCE).sum()) for rank in reader.ranks]
+    print("   all_reduce units a rank", counts, "(before the capture, in it; none of three replays)", flush=True)
+    return counts == [2, 2] and refused.code == 1 and says
+
+
 def made_up_times(source: Path, output: Path) -> Path:
     """A recording with times that nobody measured, for the values alone."""
     import numpy as np
@@ -250,7 +307,10 @@ def made_up_times(source: Path, output: Path) -> Path:
     return output
 
 
-CHECKS = {"record": check_record, "observe": check_observe, "emulate": check_emulate, "full": check_full}
+CHECKS = {
+    "record": check_record, "observe": check_observe, "emulate": check_emulate, "full": check_full,
+    "graphs": check_graphs,
+}  # fmt: skip
 
 
 def main() -> int:

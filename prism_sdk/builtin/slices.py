@@ -154,6 +154,7 @@ class Slices(CalibrationStrategy):
             if context.num_devices:  # what the observed run does not show has to come from somewhere that says so
                 other = cluster_transfers(graph, load_cluster(options.cluster), source="")
                 transfers = np.where(found.is_measured, transfers, other.transfer_ns)
+                assert other.provenance is not None
                 known = np.where(found.is_measured, known, other.provenance).astype(np.uint8)
             return Transfers(transfers, known, options.transfers)
         if context.num_devices:

@@ -25,6 +25,7 @@ from prism_sdk.runtime.config import (
     LaunchMode,
     LaunchResult,
     PayloadMode,
+    StepRange,
 )
 from prism_sdk.settings import Settings
 
@@ -188,6 +189,11 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         raise click.BadParameter(
             f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"
         )  # fmt: skip
+    kernels: StepRange | None = values.get("kernels")
+    if kernels is not None and kernels.first < 1:
+        raise click.BadParameter("step 0 has no beginning that Prism sees; begin with 1.", param_hint="'--kernels'")
+    if kernels is not None and values["device"] == "cpu":
+        raise click.UsageError("--kernels records kernels of GPUs, and --device cpu uses none: leave one of them out.")
     payloads = values.get("payloads")
     return LaunchConfig(
         mode=mode,
@@ -220,6 +226,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         moe_skew=values["moe_skew"],
         pin=values["pin"],
         nccl_profiler=bool(values.get("nccl_profiler")),
+        kernels=kernels,
         options=dict(values["options"]),
         quiet=values["quiet"],
         json=values["as_json"],

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.kernels import KernelComparison, StepKernels, compare_kernels, read_kernels
 from prismtrace import ABSENT, ABSENT32, DType, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Comparison", "LossComparison", "MemoryComparison", "OrderComparison", "RankComparison",
@@ -104,6 +105,8 @@ class RankComparison:
     order: OrderComparison | None
     loss: LossComparison | None
     memory: MemoryComparison | None
+    kernels: tuple[KernelComparison, ...] = ()
+    """Empty where not all traces have recorded kernels (`--kernels`) of a common step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +157,7 @@ class _Run:
     time_ns: Int64Array
     loss: npt.NDArray[np.float64]
     memory_bytes: Int64Array
+    kernels: StepKernels
 
 
 def compare_traces(
@@ -203,7 +207,7 @@ def _read_run(reader: TraceReader, path: str, rank: int) -> _Run:
     if reader.num_units(rank):
         graph = JobGraph.load(reader, ranks=[rank])
     return _Run(path, graph, step, time, np.asarray(table.loss, dtype=np.float64)[order],
-                np.asarray(table.memory_peak_bytes, dtype=np.int64)[order])  # fmt: skip
+                np.asarray(table.memory_peak_bytes, dtype=np.int64)[order], read_kernels(reader, rank))  # fmt: skip
 
 
 def _compare_rank(rank: int, real: list[_Run], other: list[_Run], missing: list[str]) -> RankComparison:
@@ -246,7 +250,14 @@ def _compare_rank(rank: int, real: list[_Run], other: list[_Run], missing: list[
                 missing.append(f"rank {rank}: no timed {name} units of phase {u.phase} in {' and '.join(sides)}")
         compared = [_compare_order(rank, graphs[0][0], graph) for graph in graphs[1]]
         order = next((result for result in compared if not result.is_equal), compared[0])
-    return RankComparison(rank=rank, step_time=step_time, units=units, order=order, loss=loss, memory=memory)
+    kernels: tuple[KernelComparison, ...] = ()
+    if any(run.kernels for run in runs) and not lacks("recorded kernels", [bool(run.kernels) for run in runs]):
+        kernels = compare_kernels([run.kernels for run in real], [run.kernels for run in other])
+        if not kernels:
+            missing.append(f"rank {rank}: no step whose kernels all traces recorded")
+    return RankComparison(
+        rank=rank, step_time=step_time, units=units, order=order, loss=loss, memory=memory, kernels=kernels
+    )
 
 
 def _at(steps: Int64Array, values: npt.NDArray[Any], wanted: Int64Array) -> npt.NDArray[Any]:

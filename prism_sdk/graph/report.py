@@ -23,6 +23,7 @@ def format_comparison(comparison: Comparison) -> str:
         _memory(comparison),
         _order(comparison),
         _units(comparison),
+        *_kernels(comparison),
         _missing(comparison),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -120,6 +121,33 @@ def _units(comparison: Comparison) -> str:
     ]  # fmt: skip
     header = ["rank", "kind", "operation", "phase", "real units", "other units", "real median", "other median", "error"]
     return _table("units, ms from start to end (without the first step)", header, rows, num_left=4)
+
+
+_MAX_KERNELS = 20
+_NAME_WIDTH = 60
+
+
+def _us(ns: float | None) -> str:
+    return "-" if ns is None else f"{ns / 1e3:.1f}"
+
+
+def _kernels(comparison: Comparison) -> list[str]:
+    header = ["name", "real", "other", "real us", "other us", "error", "real spread", "start", "real spread"]
+    tables = []
+    for rank in comparison.ranks:
+        rows = [
+            [k.name if len(k.name) <= _NAME_WIDTH else k.name[: _NAME_WIDTH - 3] + "...", str(k.num_real),
+             str(k.num_other), _us(k.real_ns), _us(k.other_ns), _percent(k.error_percent),
+             _percent(k.real_spread_percent, signed=False),
+             "-" if k.start_difference_ns is None else f"{k.start_difference_ns / 1e3:+.1f}",
+             _us(k.real_start_spread_ns)]
+            for k in rank.kernels[:_MAX_KERNELS]
+        ]  # fmt: skip
+        title = f"kernels of rank {rank.rank}: time in a step, and start within it against the real runs', us"
+        if len(rank.kernels) > _MAX_KERNELS:
+            title += f" (the first {_MAX_KERNELS} of {len(rank.kernels)} names; all with --json)"
+        tables.append(_table(title, header, rows, num_left=1))
+    return tables
 
 
 def _missing(comparison: Comparison) -> str:

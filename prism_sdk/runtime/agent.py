@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
@@ -34,6 +34,9 @@ from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.stepboard import step_cell
 from prism_sdk.runtime.tracer import Tracer, open_shard
 from prismtrace import GraphKind, PrismTraceError, TraceWriteError, TraceWriter
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.oncuda.kernels import KernelRecorder
 
 _GRAPH_KINDS = {
     LaunchMode.OBSERVE: GraphKind.OBSERVED,
@@ -57,6 +60,7 @@ class Agent:
         self.interceptor = Interceptor(self.seam)
         self._adapters = contextlib.ExitStack()
         self._naming: Naming | None = None
+        self._kernels: KernelRecorder | None = None
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
         is_slice = self.spec.emulate is not None and self.spec.emulate.is_slice
@@ -102,10 +106,16 @@ class Agent:
         elif self.seam.replaces_backend and 0 < devices.num_real_devices() < self.spec.num_devices:
             devices.install(num_logical=self.spec.num_devices, num_real=devices.num_real_devices())
         if self.spec.device != "cpu" and devices.num_real_devices():
-            streams.follow(self.tracer)
+            streams.follow_streams(self.tracer)
         self.interceptor.install()
         self.seam.install()
-        follow_training(self.tracer, lambda: self.interceptor.active)
+        if self.spec.kernels is not None:
+            from prism_sdk.runtime.oncuda.kernels import KernelRecorder
+
+            self._kernels = KernelRecorder(self.spec.rank, self.spec.kernels)
+        follow_training(
+            self.tracer, lambda: self.interceptor.active, self._kernels.at_boundary if self._kernels else None
+        )
         self._naming = activate_adapters(
             self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
         )
@@ -123,6 +133,9 @@ class Agent:
                 self._naming.write()
             flush_profiler(os.environ.get("NCCL_PROFILER_PLUGIN", ""))
             self.seam.finish(status)
+            if self._kernels is not None and not self.tracer.finished:
+                with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+                    self._kernels.write(self.tracer.writer)
             self.tracer.finish(status)
 
 

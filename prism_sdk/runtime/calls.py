@@ -6,7 +6,7 @@ the modes (observe, record, emulate).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,25 @@ class Delivery:
     offset_bytes: int
 
 
+class LateDeliveries(Sequence[Delivery]):
+    """Deliveries that are made when somebody asks: a mode that keeps the backend never does."""
+
+    def __init__(self, make: Callable[[], list[Delivery]]) -> None:
+        self._make = make
+        self._made: list[Delivery] | None = None
+
+    def _all(self) -> list[Delivery]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._all()[index]
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+
 @dataclass(slots=True)
 class Call:
     """A collective or point-to-point call of this rank."""
@@ -64,7 +83,7 @@ class Call:
     group: GroupState
     native: Callable[[], Any]  # runs the call on torch's own backend; returns the operator's result
     contribution: list[torch.Tensor] = field(default_factory=list)
-    deliveries: list[Delivery] = field(default_factory=list)
+    deliveries: Sequence[Delivery] = field(default_factory=list)
     is_async: bool = True
     reduce_op: ReduceOp = ReduceOp.UNSPECIFIED
     root: int | None = None  # group rank

@@ -134,6 +134,8 @@ class LaunchConfig:
     pin: bool = True
     nccl_profiler: bool = False
     """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
+    kernels: StepRange | None = None
+    """Observe and emulate: the steps whose kernels are recorded; absent: none."""
     options: Mapping[str, str] = field(default_factory=_no_options)
     quiet: bool = False
     json: bool = False

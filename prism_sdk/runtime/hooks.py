@@ -18,8 +18,13 @@ from prism_sdk.runtime.oncuda.values import late_value
 from prism_sdk.runtime.tracer import Tracer
 
 
-def follow_training(tracer: Tracer, is_active: Callable[[], bool]) -> None:
-    """Install the hooks for the life of the process; they do nothing while `is_active()` is False (forked workers)."""
+def follow_training(
+    tracer: Tracer, is_active: Callable[[], bool], at_boundary: Callable[[int], None] | None = None
+) -> None:
+    """Install the hooks for the life of the process; they do nothing while `is_active()` is False (forked workers).
+
+    `at_boundary(step)` is called where an optimizer has ended a step, with the number of the one that begins.
+    """
     depth = 0
 
     def make_wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +55,8 @@ def follow_training(tracer: Tracer, is_active: Callable[[], bool]) -> None:
     def after(*_: Any) -> None:
         if is_active():
             tracer.optimizer_ends()
+            if at_boundary is not None:
+                at_boundary(tracer.next_step)
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
@@ -74,6 +81,8 @@ def _losses(roots: Any) -> list[float | Callable[[], float]]:
         return values
     for root in roots:
         if type(root) is torch.Tensor and root.numel() == 1 and root.is_floating_point():
+            if root.is_cuda and torch.cuda.is_current_stream_capturing():
+                continue  # has no value; a copy to the host would become part of the graph
             kept = root.detach()
             values.append(kept.item() if kept.device.type == "cpu" else late_value(kept))
     return values

@@ -208,6 +208,8 @@ def _make_kernel(
         elif interceptor is not None and interceptor.active:
             if _checks_devices and replaced and is_on_cpu:
                 process_group._get_backend(_CPU)  # says in torch's words that NCCL has none for the CPU
+            if replaced and not is_on_cpu:
+                _refuse_capture(name)
             try:
                 call = parse(interceptor.group_of(process_group), native, args)
             except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
@@ -222,6 +224,15 @@ def _make_kernel(
         return boxed if num_returns == 1 else (args[0], boxed)
 
     return kernel
+
+
+def _refuse_capture(name: str) -> None:
+    """A mode that moves the data itself does so once, at the call: a graph would replay none of it."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{name.strip('_')} while a CUDA graph is captured",
+            hint="capture computing only, or run without CUDA graphs; `prism observe` runs captured communication",
+        )
 
 
 def _skip_checking_wrapper() -> None:

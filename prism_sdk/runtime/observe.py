@@ -56,6 +56,7 @@ class TimedWork(PrismWork):
         super().__init__(wait, inner.is_completed, call.outputs, is_async=call.is_async)
         self._inner: Work | None = inner
         self._on_device = on_device
+        self.waits_for: Any = inner
         self.unit = unit
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -65,6 +66,7 @@ class TimedWork(PrismWork):
         return super().wait(timeout)
 
     def _release(self) -> None:
+        self.waits_for = None
         if not self._on_device:
             self._inner = None
         super()._release()
@@ -79,16 +81,26 @@ class TimedWork(PrismWork):
         super().__del__()
 
     def get_future(self) -> Any:
-        """The backend's own future; the wait for it is made visible where that is possible."""
+        """The backend's own future; the wait for it is made visible where that is possible.
+
+        Who waits for the future does not wait for the handle: NCCL's then holds its tensors for longer, and so here.
+        """
         inner = self._inner
         if inner is None or not hasattr(inner, "get_future"):
             return super().get_future()
+        real = inner.get_future()
+
+        def wait() -> None:
+            if self._on_device and self._complete is not None:
+                self.waits_for = real
+            self.wait()
+
         if torch._C._current_graph_task_id() != -1:
-            wait_before_backward_ends(self)
-            return inner.get_future()
+            wait_before_backward_ends(wait)
+            return real
         # waiting for it goes through the handle, for the times; completing it and its callbacks stay with the backend
-        future = DrivenFuture(self.wait, lambda: False)
-        inner.get_future().add_done_callback(lambda done: future.take(lambda real: real.value(), done))
+        future = DrivenFuture(wait, lambda: False)
+        real.add_done_callback(lambda done: future.take(lambda real: real.value(), done))
         return future
 
 
@@ -105,7 +117,7 @@ def _timed_wait(
         if timeout:
             inner.wait(timeout)
         else:
-            inner.wait()
+            handle.waits_for.wait()
         tracer.wait(unit, start, tracer.now(), blocked=blocked)
         if any_source:
             handle.source = inner._source_rank()
@@ -159,15 +171,21 @@ class ObserveSeam(Seam):
         trace_group(self.tracer, group)
 
     def issue(self, call: Call) -> Any:
-        posted = self.tracer.now()
-        seq = take_number(call)
-        unit = self.tracer.communication(call, posted, seq)
+        tracer = self.tracer
+        posted = tracer.now()
+        unit = tracer.communication(call, posted, take_number(call))
+        device = tracer if isinstance(tracer, DeviceTracer) and device_of(call) is not None else None
+        if device is not None and (beside := device.beside()) is not None:
+            device.starts_beside(unit, beside)
         work = call.native()
         block = self._blocks.get(call.group.name) if self._blocks else None
-        if isinstance(self.tracer, DeviceTracer) and device_of(call) is not None:
-            self.tracer.runs(unit, call, in_block=block is not None)
+        if device is not None:
+            device.runs(unit, call, in_block=block is not None)
         if work is None:  # it has waited itself (monitored_barrier; NCCL unless asynchronous: on the program's stream)
-            self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
+            if device is not None and (beside := device.beside()) is not None:
+                device.ends_beside(unit, beside)
+            else:
+                tracer.wait(unit, posted, tracer.now(), blocked=True)
             return None
         timed = TimedWork(work, self.tracer, unit, call, posted)
         if block is not None:

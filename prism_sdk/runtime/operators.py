@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from prism_sdk.runtime import refusals
-from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState
+from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState, LateDeliveries
 from prismtrace.model import DType, Op, ReduceOp
 
 # c10d::ReduceOp::RedOpType, as `op()` of the boxed object returns it
@@ -102,14 +102,22 @@ def _all_gather_tensors(group: GroupState, native: Native, args: tuple[Any, ...]
     outputs, inputs = args[0], args[1]
     if isinstance(outputs, torch.Tensor):
         outputs, inputs = [outputs], [inputs]
-    size, deliveries = len(group.ranks), []
-    offset = 0
-    for output, tensor in zip(outputs, inputs, strict=True):
-        parts = output.reshape(-1).chunk(size) if output.is_contiguous() else _rows(output, size)
-        deliveries += [Delivery(part, member, offset) for member, part in enumerate(parts)]
-        offset += tensor.nbytes
+    size = len(group.ranks)
+
+    def deliveries() -> list[Delivery]:
+        made: list[Delivery] = []
+        offset = 0
+        for output, tensor in zip(outputs, inputs, strict=True):
+            parts = output.reshape(-1).chunk(size) if output.is_contiguous() else _rows(output, size)
+            made += [Delivery(part, member, offset) for member, part in enumerate(parts)]
+            offset += tensor.nbytes
+        return made
+
+    late = LateDeliveries(deliveries)
+    if not all(output.is_contiguous() for output in outputs):
+        len(late)  # says now if the rows cannot be told apart
     return Call(
-        Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
+        Op.ALL_GATHER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=late,
         is_async=_argument(args, 3, True), dtype=dtype_of(inputs),
         sizes_differ=_misfit((o.numel(), t.numel() * size) for o, t in zip(outputs, inputs, strict=True)),
         misfit=lambda: refusals.chunks_misfit(zip(outputs, inputs, strict=True), size),

@@ -49,6 +49,7 @@ class RankSpec:
     cpus: tuple[int, ...] | None = None
     payloads: PayloadMode = PayloadMode.NONE
     steps: StepRange = field(default_factory=StepRange)
+    kernels: StepRange | None = None  # the steps whose kernels are recorded
     arena_fd: int = -1
     step_board: tuple[int, int] = (-1, 0)  # its descriptor, and the place of this rank on it
     emulate: EmulateSpec | None = None

@@ -9,7 +9,6 @@ when enough rows have gathered.  Clock: CLOCK_MONOTONIC, one clock for all proce
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,11 +19,12 @@ import numpy as np
 
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.names import Names, Notes, name_columns
+from prism_sdk.runtime.resident import ResidentMemory
 from prismtrace import ABSENT, TraceWriter
 from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
 
 if TYPE_CHECKING:
-    from prism_sdk.runtime.oncuda.streams import StreamFollower
+    from prism_sdk.runtime.oncuda.streams import SideWaits
 
 now_ns = time.monotonic_ns
 
@@ -42,7 +42,6 @@ _COLUMNS = (
 _OBJECT_COLUMNS = frozenset({"names", "payload_in", "payload_out", "splits_in", "splits_out"})
 _ABSENT32 = int(np.iinfo(np.int32).min)
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
 _OTHER = int(Phase.OTHER)
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
@@ -51,17 +50,6 @@ _COMPUTE_ROW: list[Any] = [
     _COMPUTE, 0, 0, 0, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, ABSENT, ABSENT, None, None, None, None,
     None,
 ]  # fmt: skip
-
-
-class ResidentMemory:
-    """Private resident bytes of this process: what stands in /proc/self/statm less the shared pages."""
-
-    def __init__(self) -> None:
-        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-    def __call__(self) -> int:
-        fields = os.pread(self._fd, 128, 0).split()
-        return (int(fields[1]) - int(fields[2])) * _PAGE
 
 
 class Tracer:
@@ -96,7 +84,7 @@ class Tracer:
         self._notes = Notes()
         self._memory_since = 0
         self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
-        self.streams: StreamFollower | None = None  # on a GPU: whose rows these are, and who waits for whom
+        self.streams: SideWaits | None = None  # on a GPU: whose rows these are, and who waits for whom
         self.step = 0
         self.step_cell: memoryview | None = None  # where the launcher looks for it
         self._step_start = ABSENT
@@ -154,17 +142,19 @@ class Tracer:
         with self._lock:
             if self.streams is None or is_of_main or not self.streams.takes(unit):
                 self._wait(unit, start_ns, end_ns, blocked=blocked)
-            elif blocked:
-                self.amend(unit, END, self.beside(end_ns))
+            else:
+                self.amend(unit, ASYNC, 1)
+                if blocked:
+                    self.amend(unit, END, self._end_beside(end_ns))
 
-    def beside(self, time_ns: int) -> int:
-        """The time of the stream that is current, where `time_ns` is that of the main one."""
-        return time_ns
+    def _end_beside(self, end_ns: int) -> int:
+        """The time of the stream that is current, which is not the main one."""
+        return end_ns
 
     def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         self.compute_until(start_ns)
         start_ns = max(start_ns, self._last_ns)
-        end_ns = max(start_ns, end_ns)
+        end_ns = max(end_ns, start_ns)  # the end if they are equal: it may be a point on a device
         phase, names = self._phase, self.names
         if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
             awaited = unit - self._flushed
@@ -202,6 +192,11 @@ class Tracer:
             if index >= 0:
                 self._rows[index][position] = value
 
+    @property
+    def next_step(self) -> int:
+        """The step that units belong to which come behind the last step of an optimizer."""
+        return self.step + (self._boundary is not None)
+
     # -- phases and steps -------------------------------------------------------------------------------------------
 
     def backward_begins(self, losses: list[float | Callable[[], float]]) -> None:
@@ -219,6 +214,8 @@ class Tracer:
         self._other_since = self.num_units
 
     def optimizer_begins(self) -> None:
+        if self.streams is not None:
+            self.streams.follow()
         self._enter(Phase.OPTIMIZER)
         if self.names is self.assumed:  # of the last microbatch
             self.names = None

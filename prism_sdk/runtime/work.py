@@ -182,7 +182,7 @@ class PrismWork(Work):
             self._future = DrivenFuture(drive, lambda: (this := work()) is None or this.is_completed())
             if self._complete is None:
                 self._future.set_result(self.result())
-            elif not wait_before_backward_ends(self) and not asked_by_program:
+            elif not wait_before_backward_ends(self.wait) and not asked_by_program:
                 self.wait()
         return self._future
 
@@ -205,8 +205,8 @@ def _is_program(caller: FrameType | None) -> bool:
     return True
 
 
-def wait_before_backward_ends(work: PrismWork) -> bool:
-    """Queue the wait for the end of the running backward pass; False when no node of one is running now.
+def wait_before_backward_ends(wait: Callable[[], object]) -> bool:
+    """Queue a wait for the end of the running backward pass; False when no node of one is running now.
 
     Not inside the engine's final callbacks: what is queued there runs after the callback, which may wait itself (DDP
     with a static graph reduces and waits in one callback).
@@ -214,8 +214,8 @@ def wait_before_backward_ends(work: PrismWork) -> bool:
     if torch._C._current_autograd_node() is None:
         return False
 
-    def wait() -> None:
-        work.wait()
+    def callback() -> None:
+        wait()
 
-    torch.autograd.Variable._execution_engine.queue_callback(wait)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
     return True

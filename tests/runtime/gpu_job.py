@@ -182,6 +182,27 @@ def train(wrap: str, steps: int, width: int, batch: int) -> None:
         say("STEPS", ms=milliseconds)
 
 
+def graph() -> None:
+    """Captures an all_reduce with what is computed around it, and replays both."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    x, y = full(rank + 1), full(0)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        dist.all_reduce(x)  # communicators are not made inside a capture
+    torch.cuda.current_stream().wait_stream(side)
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        dist.all_reduce(x)
+        y.add_(x)
+    x.fill_(rank + 1)
+    for _ in range(3):
+        captured.replay()
+    total = size * (size + 1) / 2
+    check("replayed all_reduce", x, total * size**2)
+    check("what was computed from it", y, total * (1 + size + size**2))
+
+
 def fill(gib: float) -> None:
     """Holds that much memory, and meets the others."""
     kept = torch.empty(int(gib * (1 << 30)), dtype=torch.uint8, device="cuda")
@@ -199,6 +220,8 @@ def main() -> None:
     name, *numbers = (word for word in sys.argv[1:] if not word.startswith("--"))
     if name == "operations":
         operations()
+    elif name == "graph":
+        graph()
     elif name == "fill":
         fill(float(numbers[0]))
     else:

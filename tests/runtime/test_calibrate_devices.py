@@ -1,4 +1,4 @@
-"""What calibration on GPUs does beside the GPU: transfers and where they come from, slices, and what stands in for values."""
+"""What calibration on GPUs does beside the GPU: transfers and where they come from, and what stands in for values."""
 
 from __future__ import annotations
 
@@ -205,5 +205,5 @@ def test_what_steers_the_program_is_the_recorded_value(op: Op, tensor: Any, expe
 
 def test_recorded_bytes_are_placed_and_padded() -> None:
     target = torch.full((4,), 7, dtype=torch.int32)
-    place(target, memoryview(np.array([1, 2, 3], dtype=np.int32)).cast("B"))
+    place(target, memoryview(np.array([1, 2, 3], dtype=np.int32).tobytes()))
     assert target.tolist() == [1, 2, 3, 0]

@@ -6,18 +6,24 @@ import pickle
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from prism_sdk.errors import UnsupportedError  # noqa: E402
+from prism_sdk.runtime import observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
+from prism_sdk.runtime.intercept import _refuse_capture  # noqa: E402
+from prism_sdk.runtime.observe import ObserveSeam  # noqa: E402
 from prism_sdk.runtime.oncuda import clock, durations, footprint, peaks, tracing  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.ledger import Footprint, Ledger  # noqa: E402
@@ -114,16 +120,17 @@ class Gpu:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, ppm: float = 0.0) -> None:
         self.host = time.monotonic_ns() + 10_000_000_000  # after the rank has started
-        self.busy_until = 0  # host time at which what was launched is done
+        self.busy: dict[int, int] = defaultdict(int)  # stream -> host time at which what was launched on it is done
         self.ppm = ppm
+        self.stream = 0  # address of the stream that is current
         gpu = self
 
         class Event:
             def __init__(self, **_: Any) -> None:
                 self.at = -1
 
-            def record(self, _stream: Any = None) -> None:
-                self.at = max(gpu.host, gpu.busy_until)
+            def record(self, stream: Any = None) -> None:
+                self.at = max(gpu.host, gpu.busy[gpu.address(stream)])
 
             def query(self) -> bool:
                 return self.at <= gpu.host
@@ -131,18 +138,37 @@ class Gpu:
             def elapsed_time(self, other: Event) -> float:
                 return (other.at - self.at) * (1 + gpu.ppm / 1e6) / 1e6
 
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        class ProgramEvent(Event):
+            def record(self, stream: Any = None) -> None:
+                super().record(stream)
+
+            def wait(self, stream: Any = None) -> None:
+                gpu.busy[gpu.address(stream)] = max(gpu.busy[gpu.address(stream)], self.at)
+
+        self.event = ProgramEvent
+        monkeypatch.setattr(torch.cuda, "Event", ProgramEvent)
+        monkeypatch.setattr(clock, "Event", Event)
+        monkeypatch.setattr(clock, "current_device", lambda: 0)
+        monkeypatch.setattr(clock, "current_stream", lambda _device: self.stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=self.stream))
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
         monkeypatch.setattr(clock.time, "monotonic_ns", lambda: self.host)
 
+    def address(self, stream: Any) -> int:
+        return self.stream if stream is None else int(stream.cuda_stream)
+
+    @property
+    def busy_until(self) -> int:
+        return self.busy[self.stream]
+
     def launch(self, duration: int) -> None:
         self.host += 1_000
-        self.busy_until = max(self.host, self.busy_until) + duration
+        self.busy[self.stream] = max(self.host, self.busy_until) + duration
 
     def synchronize(self) -> None:
-        self.host = max(self.host, self.busy_until)
+        self.host = max(self.host, *self.busy.values())
 
 
 @given(
@@ -295,6 +321,74 @@ def test_a_stream_that_is_held_up_says_when_a_communication_ended(observed: Any)
     units, _ = read()
     one = units.kind.tolist().index(UnitKind.COLLECTIVE)
     assert units.end_ns[one] - units.start_ns[one] == pytest.approx(2_000_000, abs=20_000)
+
+
+def test_a_stream_of_the_programs_own_holds_up_nobody_before_the_main_one_waits_for_it(observed: Any) -> None:
+    """As FSDP2 does it: a synchronous gather on a side stream, an event behind it, a wait for that later."""
+    gpu, tracer, _, read = observed
+    seam = ObserveSeam(tracer)
+    side = SimpleNamespace(cuda_stream=7)
+    begin = int(tracer.now())
+    gpu.launch(2_000_000)
+
+    def gather() -> None:
+        gpu.launch(9_000_000)
+
+    waits = []
+    for seq in range(2):
+        gpu.stream, tensor = 7, torch.empty(8)
+        call = Call(Op.ALL_GATHER, GROUP, gather, is_async=False, dtype=DType.FLOAT32, outputs=[tensor])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(observe, "device_of", lambda _call: torch.device("cuda"))
+            assert seam.issue(call) is None
+        event = gpu.event()
+        event.record(side)
+        gpu.stream = 0
+        gpu.launch(4_000_000)
+        if seq == 0:
+            other = gpu.event()
+            event.wait(SimpleNamespace(cuda_stream=8))  # a third stream passes it on
+            other.record(SimpleNamespace(cuda_stream=8))
+            event = other
+        waits.append(event)
+    waits[0].wait()
+    gpu.launch(1_000_000)
+    waits[1].wait(SimpleNamespace(cuda_stream=0))
+    waits[1].wait()  # is there already
+    gpu.launch(3_000_000)
+    tracer.now()
+    units, _ = read()
+    start, end, kind = (np.asarray(column) for column in (units.start_ns - begin, units.end_ns - begin, units.kind))
+    one, two = np.flatnonzero(kind == UnitKind.COLLECTIVE)
+    assert [start[one], end[one], end[two]] == pytest.approx([0, 9_000_000, 18_000_000], abs=30_000)
+    assert units.is_async[[one, two]].all()
+    held = np.flatnonzero(kind == UnitKind.WAIT)
+    assert units.awaits[held].tolist() == [one, two]
+    # the main stream computed for 10 ms when it came to the first wait, which was over, then for 1 ms
+    assert (end - start)[held] == pytest.approx([0, 7_000_000], abs=30_000)
+    computing = (kind == UnitKind.COMPUTE) & (start >= 0)
+    assert int((end - start)[computing].sum()) == pytest.approx(12_000_000, abs=50_000)  # all but the first 2 ms
+
+
+def test_what_is_captured_is_a_unit_and_gets_no_event(observed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, tracer, _, read = observed
+    before = tracer.now()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        call = Call(Op.ALL_REDUCE, GROUP, lambda: None, is_async=False, dtype=DType.FLOAT32)
+        gpu.host += 1_000
+        tracer.wait(tracer.communication(call, tracer.now(), 0), tracer.now(), tracer.now(), blocked=True)
+        tracer.runs(0, call, in_block=False)
+        tracer.flush(everything=False)
+        assert not isinstance(tracer.now(), Mark)
+        with pytest.raises(UnsupportedError, match="allreduce while a CUDA graph is captured"):
+            _refuse_capture("allreduce_")
+    _refuse_capture("allreduce_")
+    gpu.launch(1_000_000)
+    after = tracer.now()
+    units, _ = read()
+    assert isinstance(before, Mark) and isinstance(after, Mark)
+    assert (units.kind == UnitKind.COLLECTIVE).sum() == 1 and not tracer._durations._expected
 
 
 # -- peaks ------------------------------------------------------------------------------------------------------------

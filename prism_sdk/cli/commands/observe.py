@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from prism_sdk.cli.launching import launch_command, option
+from prism_sdk.cli.parsing import STEPS
 from prism_sdk.runtime.config import LaunchMode
 
 PAYLOADS = option(
@@ -20,7 +21,14 @@ NCCL_PROFILER = option(
 )
 
 
-@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER])
+KERNELS = option(
+    "--kernels",
+    type=STEPS,
+    help="Record the GPU's kernels in steps A up to, not including, B, A at least 1.  [default: none]",
+)
+
+
+@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER, KERNELS])
 def command() -> None:
     """Run a job as it is, every rank real, and write its timed graph.
 

@@ -2,7 +2,7 @@
 
 Responsible for recording events and for their times once the GPU has passed them; what lies between is the tracer's.
 
-An event is recorded on the stream that is current and looked at later.  Its time is the distance from an event near it
+An event is recorded on a stream and looked at later.  Its time is the distance from an event near it
 (distances are 32-bit floats, so far ones are coarse), and the GPU's clock is laid on the host's by causality: the GPU
 passes no event before the host recorded it, and an idle stream passes it at once.  So in each period the greatest
 "recorded after" is the offset, unless the host was ahead all the time, which shows as more than clocks drift.
@@ -19,12 +19,14 @@ import torch
 PERIOD_NS = 200_000_000  # after which a new event serves as the near one
 _DRIFT_PPM = 50  # by which two clocks may part
 _JITTER_NS = 5_000  # between recording an event and an idle stream's passing it
+_MAX_SPARE = 4096
 
 
 class Mark(int):
     """A point of the program: as a number the host's time when it came there, in ns; `time_ns` the device's, later."""
 
     event: Any
+    stream: int
     time_ns: int | None
 
 
@@ -36,9 +38,18 @@ class Period:
         self.marks = [first]
         self.start_ns = 0  # device time of `first`, in ns after that of the first period
 
+    def is_passed(self) -> bool:
+        """Whether the GPU has passed all marks: of each stream the last one."""
+        last = {mark.stream: mark for mark in self.marks}
+        return all(mark.event.query() for mark in last.values())
+
 
 class DeviceClock:
-    """Makes marks, and finds their times."""
+    """Makes marks, and finds their times.
+
+    Marks are recorded on the program's *main* stream, whichever stream is current: the one that was current at the
+    first mark or when `follow` was last called.  `beside` makes marks on other streams.
+    """
 
     def __init__(self) -> None:
         self._periods: deque[Period] = deque()  # with marks that have no times yet, oldest first
@@ -46,16 +57,49 @@ class DeviceClock:
         self._spare: list[Any] = []
         self._offset_ns: int | None = None
         self._offset_at = 0
+        self._device = -1
+        self._main: Any = None
+        self.main = -1  # the main stream's address
         self.first_host_ns = 0  # from there on marks are dated by the device
 
-    def mark(self, stream: Any = None) -> int:
-        """This point of the program on a stream (the current one): a Mark, or a host time where there are no events."""
+    def mark(self) -> int:
+        """This point of the program: a Mark, or a plain host time where no event can be recorded."""
         now = time.monotonic_ns()
-        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
-            return now
+        return self._mark(now, self._main, self.main) if self._is_ready() else now
+
+    def beside(self) -> Mark | None:
+        """This point on the current stream, where that is another than the main one; None where it is not."""
+        if not self._is_ready():
+            return None
+        stream = current_stream(self._device)
+        return None if stream == self.main else self._mark(time.monotonic_ns(), torch.cuda.current_stream(), stream)
+
+    def stream_beside(self) -> int | None:
+        """The address of the current stream, where that is another than the main one."""
+        if not self._is_ready():
+            return None
+        stream = current_stream(self._device)
+        return None if stream == self.main else stream
+
+    def follow(self) -> None:
+        """The stream that is current here is the program's main one from now on."""
+        if torch.cuda.is_initialized() and (self._device < 0 or current_device() == self._device):
+            self._device = current_device()
+            stream = current_stream(self._device)
+            if stream != self.main:
+                self._main, self.main = torch.cuda.current_stream(), stream
+
+    def _is_ready(self) -> bool:
+        if self._device < 0:
+            self.follow()
+        # events of two devices have no distance; one that is captured has no time
+        return self._device >= 0 and current_device() == self._device and not torch.cuda.is_current_stream_capturing()
+
+    def _mark(self, now: int, stream: Any, address: int) -> Mark:
         mark = Mark(now)
-        mark.event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        mark.event = self._spare.pop() if self._spare else Event(enable_timing=True)
         mark.event.record(stream)
+        mark.stream = address
         mark.time_ns = None
         if self._periods and now - self._periods[-1].first < PERIOD_NS:
             self._periods[-1].marks.append(mark)
@@ -70,7 +114,7 @@ class DeviceClock:
             torch.cuda.synchronize()
         while self._periods and (wait or len(self._periods) > 1):
             period = self._periods[0]
-            if not all(mark.event.query() for mark in period.marks):
+            if not period.is_passed():
                 return
             self._date(period)
             self._periods.popleft()
@@ -85,12 +129,16 @@ class DeviceClock:
         for mark, at in zip(period.marks, times, strict=True):
             mark.time_ns = at + self._offset_ns
             if mark is not period.first:
-                self._spare.append(mark.event)
-                mark.event = None
+                self._keep(mark)
         period.marks = []
         if self._dated is not None:
-            self._spare.append(self._dated.first.event)
+            self._keep(self._dated.first)
         self._dated = period
+
+    def _keep(self, mark: Mark) -> None:
+        if len(self._spare) < _MAX_SPARE:
+            self._spare.append(mark.event)
+        mark.event = None
 
     def _set_offset(self, at_least_ns: int, device_ns: int) -> None:
         """The host's clock less the device's, which is no less than this, and no more than drift allows."""
@@ -99,6 +147,21 @@ class DeviceClock:
             if at_least_ns < self._offset_ns - drift:
                 return  # the host was ahead all the time
         self._offset_ns, self._offset_at = at_least_ns, device_ns
+
+
+# the C classes and functions under torch.cuda: a mark is made some hundred times a step
+_bindings: Any = torch._C
+Event: Any = _bindings._CudaEventBase
+
+
+def current_device() -> int:
+    """The index of the device that is current in this thread; CUDA is initialised."""
+    return int(_bindings._cuda_getDevice())
+
+
+def current_stream(device: int) -> int:
+    """The address of the stream that is current on a device."""
+    return int(_bindings._cuda_getCurrentRawStream(device))
 
 
 def _elapsed_ns(start: Any, end: Any) -> int:

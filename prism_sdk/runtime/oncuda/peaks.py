@@ -23,14 +23,16 @@ class PeakMeter:
     def take(self) -> tuple[int, int]:
         """Peaks of allocated and reserved bytes of the current device since this was last called."""
         device = torch.cuda.current_device()
-        allocated, reserved = self._peaks(device)
-        self._before[device] = self._program_reads(device)
+        now = self._read(device)
+        allocated, reserved = self._peaks(device, now)
+        before = self._before.get(device)
+        self._before[device] = now if before is None else _with_peaks(now, before)
         self._reset(device)
         self._missed.pop(device, None)
         return allocated, reserved
 
-    def _peaks(self, device: int) -> tuple[int, int]:
-        now, missed = self._read(device), self._missed.get(device, [0, 0])
+    def _peaks(self, device: int, now: dict[str, Any]) -> tuple[int, int]:
+        missed = self._missed.get(device, [0, 0])
         peaks = (now[name]["all"]["peak"] for name in ("allocated_bytes", "reserved_bytes"))
         allocated, reserved = (max(pair) for pair in zip(peaks, missed, strict=True))
         return allocated, reserved
@@ -41,7 +43,7 @@ class PeakMeter:
         return now if before is None else _with_peaks(now, before)
 
     def _program_resets(self, device: int) -> None:
-        self._missed[device] = list(self._peaks(device))
+        self._missed[device] = list(self._peaks(device, self._read(device)))
         self._before.pop(device, None)
         self._reset(device)
 

@@ -59,7 +59,10 @@ class SliceSeam(EmulateSeam):
         posted = self.tracer.now()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
-        one, moved = self.cursor.next(call, step=self.tracer.step)
+        tracer = self.tracer
+        if isinstance(tracer, DeviceTracer) and (beside := tracer.beside()) is not None:
+            tracer.starts_beside(unit, beside)
+        one, moved = self.cursor.next(call, step=tracer.step)
         if one.size_may_differ:
             self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
             self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)

@@ -3,8 +3,9 @@
 Responsible for turning marks into times, for the ends of what NCCL runs beside the program's streams, and for the peaks
 of device memory.  It adds no wait for the GPU before the program has ended.
 
-COMPUTE and WAIT rows are those of the stream that is current where the program comes by; a communication starts where
-the program's stream had got to when it asked for it, and ends when it was done on NCCL's stream.  A rank that has not
+COMPUTE and WAIT rows are those of the program's main stream; a communication starts where the stream that was current
+had got to when the program asked for it, and ends when it was done on NCCL's stream, or on a stream of the program's
+own beside the main one: then the main stream's later wait for that stream is the wait for it.  A rank that has not
 opened a GPU yet, or never does, is traced as on a CPU.
 """
 
@@ -23,6 +24,8 @@ from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
+from prism_sdk.runtime.oncuda.streams import SideWaits
+from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.tracer import (
     AWAITS,
     END,
@@ -30,7 +33,6 @@ from prism_sdk.runtime.tracer import (
     KIND,
     PEER,
     START,
-    ResidentMemory,
     Tracer,
 )
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
@@ -50,8 +52,9 @@ class DeviceTracer(Tracer):
         resident = ResidentMemory()
         super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
         self._clock = DeviceClock()
-        self.now = lambda: self._clock.mark(None if self.streams is None else self.streams.main)
+        self.now = self._clock.mark
         self._durations = Durations()
+        self.streams = SideWaits(self, self._clock)
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
@@ -61,9 +64,9 @@ class DeviceTracer(Tracer):
 
     def runs(self, unit: int, call: Call, *, in_block: bool) -> None:
         """A backend was asked for `unit`; `in_block`: between the begin and the end of explicit coalescing."""
-        if not uses_nccl(call.group.backend):
-            return
-        if call.is_async:  # else it runs on the program's stream
+        if not uses_nccl(call.group.backend) or torch.cuda.is_current_stream_capturing():
+            return  # NCCL's recorder does not see what is captured
+        if call.is_async:  # else it runs on the stream that is current
             self._beside.add(unit)
         num_entries = 1
         if listed := call.through_one_tensor:
@@ -72,14 +75,24 @@ class DeviceTracer(Tracer):
             num_entries = len(call.contribution)
         self._durations.expect(unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block)
 
-    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
-        unit = super()._communication(call, posted_ns, seq)
-        if self.streams is not None and self.streams.is_beside():
-            self.amend(unit, START, self._clock.mark())  # asked for on a stream of its own, behind what that one had
-        return unit
+    # -- streams beside the main one --------------------------------------------------------------------------------
 
-    def beside(self, time_ns: int) -> int:
-        return self._clock.mark()
+    def starts_beside(self, unit: int, start: Mark) -> None:
+        """The program asked for `unit` on a stream beside the main one, which came to it at `start`."""
+        self.amend(unit, START, start)
+
+    def ends_beside(self, unit: int, end: Mark) -> None:
+        """`unit` ran on that stream and ends there: it holds up nobody before the main stream waits for that one."""
+        self.wait(unit, end, end, blocked=True)
+
+    def _end_beside(self, end_ns: int) -> int:
+        if isinstance(end_ns, Mark) and end_ns.stream != self._clock.main:
+            return end_ns
+        return self._clock.beside() or end_ns
+
+    def beside(self) -> Mark | None:
+        """This point on the stream that is current, if it is not the main one."""
+        return self._clock.beside()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -103,12 +116,15 @@ class DeviceTracer(Tracer):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _flush(self, *, everything: bool, open_unit: int | None) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not everything:
+            return  # looking at events would break the capture
         self._clock.settle(wait=False)
         if not everything:  # what the last step did may be under way
             settled = self._bounds[-2][0] if len(self._bounds) > 1 else self._flushed
             settled = min(settled, self._first_open(settled))
             open_unit = settled if open_unit is None else min(settled, open_unit)
-        self._durations.collect()
+        if self._beside:  # else all ends are known without it
+            self._durations.collect()
         super()._flush(everything=everything, open_unit=open_unit)
 
     def _first_open(self, stop: int) -> int:

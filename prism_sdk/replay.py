@@ -133,6 +133,9 @@ class Carriage(Protocol):
 class ReplaySession(abc.ABC):
     """Stands in for the rest of the job beside one sandbox rank, from its start to its end."""
 
+    holds_streams: bool = False
+    """Whether operations on a GPU may be held there, by the runtime, in place of ``hold_until`` and ``carry``."""
+
     @abc.abstractmethod
     def hold_until(self, deadline_ns: int) -> int:
         """Hold the caller until ``time.monotonic_ns()`` reaches ``deadline_ns``.

@@ -1,6 +1,7 @@
 """The replay backend `local`: no peer at all, the rank is held until the graph's time.
 
-Responsible for holding a CPU rank exactly; when a communication is due is the boundary engine's knowledge.
+Responsible for holding a CPU rank exactly; when a communication is due is the boundary engine's knowledge. Streams of a
+GPU are held by the runtime (prism_sdk/runtime/oncuda/holding.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ _SPIN_NS = 150_000  # the last stretch is spun: a sleep may end that much late
 
 class LocalSession(ReplaySession):
     """Sleeps towards a deadline and spins over the last stretch."""
+
+    holds_streams = True
 
     def hold_until(self, deadline_ns: int) -> int:
         now = time.monotonic_ns()
@@ -33,7 +36,7 @@ class LocalBackend(ReplayBackend):
     """Holds the rank itself; needs neither peers nor a network."""
 
     name = "local"
-    option_names = ()
+    option_names = ("device_pool_bytes", "occupy")
     description = "hold each communication until the graph's time; no peers"
 
     def open(self, context: ReplayContext) -> ReplaySession:

@@ -5,7 +5,8 @@ It compares times and orders; writing the result is the work of `attach`.
 A unit is posted, then NCCL is called, then the next unit is posted: so a task belongs to the last unit before its
 call that could have asked for it. Up to version 4 of the interface calls are not recorded and a task appears when its
 group is launched: then the tasks of a launch are given to the units before it, in order. The same is done for whole
-ranks whose clock is not that of the trace.
+ranks whose clock is not that of the trace. Where a trace has the times of devices, a unit is posted when the host
+came to it (`prism.issued_ns`), which may be long before the device did.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ _DTYPE_BYTES = {
     DType.BOOL: 1, DType.COMPLEX64: 8, DType.COMPLEX128: 16,
 }  # fmt: skip
 _COMMUNICATION = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
+_ISSUED = "prism.issued_ns"
 _COLUMNS = (
     "kind", "start_ns", "end_ns", "group_id", "seq", "op", "dtype", "num_elements_in", "num_elements_out", "peer",
+    _ISSUED,
 )  # fmt: skip
 
 
@@ -126,9 +129,10 @@ class _Lane:
 
     def __init__(self, units: UnitTable, records: RankRecords, members: Mapping[int, tuple[int, ...]]) -> None:
         self._records, self._members = records, members
-        self.rows = np.flatnonzero(np.isin(units.kind, _COMMUNICATION) & (units.start_ns != ABSENT))
-        self.rows = self.rows[np.argsort(units.start_ns[self.rows], kind="stable")]
-        self.start_ns = np.asarray(units.start_ns)[self.rows]
+        posted_ns = np.asarray(units[_ISSUED] if _ISSUED in units.column_names else units.start_ns)
+        self.rows = np.flatnonzero(np.isin(units.kind, _COMMUNICATION) & (posted_ns != ABSENT))
+        self.rows = self.rows[np.argsort(posted_ns[self.rows], kind="stable")]
+        self.start_ns = posted_ns[self.rows]
         ends = units.end_ns[units.end_ns != ABSENT]
         self.last_ns = max(ends.max(initial=ABSENT), self.start_ns[-1] if len(self.start_ns) else ABSENT)
         self.group = np.asarray(units.group_id)[self.rows].tolist()

@@ -63,13 +63,13 @@ class Agent:
         self._kernels: KernelRecorder | None = None
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
-        is_slice = self.spec.emulate is not None and self.spec.emulate.is_slice
-        is_timed = self.spec.mode is LaunchMode.OBSERVE or is_slice
-        if is_timed and self.spec.device != "cpu" and devices.num_real_devices():
-            from prism_sdk.runtime.oncuda.durations import ENVIRONMENT
+        if self.spec.mode is not LaunchMode.RECORD and self.spec.device != "cpu" and devices.num_real_devices():
+            from prism_sdk.runtime.oncuda import durations, holdtable
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 
-            for name, value in ENVIRONMENT.items():  # before the program makes a group
+            is_held = self.spec.emulate is not None and not self.spec.emulate.is_slice
+            needed = holdtable if is_held else durations
+            for name, value in needed.ENVIRONMENT.items():  # before the program makes a group or opens the device
                 os.environ.setdefault(name, value)
             return DeviceTracer(self.spec.rank, writer)
         return Tracer(self.spec.rank, writer)

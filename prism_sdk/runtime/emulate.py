@@ -24,7 +24,10 @@ from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
-from prism_sdk.runtime.oncuda.order import HostOrder, order_of
+from prism_sdk.runtime.oncuda.filling import fill_alone
+from prism_sdk.runtime.oncuda.held import HeldOperations
+from prism_sdk.runtime.oncuda.order import HostOrder, device_of, order_of
+from prism_sdk.runtime.oncuda.scratch import results_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
@@ -60,9 +63,13 @@ class EmulateSeam(Seam):
         self.late_ns: list[int] = []
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
+        self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool) if self._holds_streams() else None
         self._started = False
         self.groups: list[GroupState] = []
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
+
+    def _holds_streams(self) -> bool:
+        return self.session.holds_streams and bool(self.facts.hold_fds)
 
     def _open_session(self) -> ReplaySession:
         from prism_sdk.runtime.backends import open_backend
@@ -92,9 +99,11 @@ class EmulateSeam(Seam):
         if not self._started:
             self._started = True
             self.engine.start(self.tracer.first_ns)
+            if self.held is not None:
+                self.held.start(self.engine.origin_ns)
         call.check()
         run_due()
-        posted = now_ns()
+        posted = self.tracer.now()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
         one, moved = self.cursor.next(call, step=self.tracer.step)
@@ -104,13 +113,20 @@ class EmulateSeam(Seam):
         while self.cursor.stand_ins:
             met, meant = self.cursor.stand_ins.pop()
             if met.stream is not None and meant.stream is not None:
-                self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
+                handles = self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
+                if self.held is not None:
+                    self.held.stand_in(*handles)
         if call.is_p2p and call.peer is None:
             call.peer = call.group.ranks.index(one.peer or 0)
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
             return self._issue_real(call, unit, posted)
-        handle = self.engine.post(one.stream, one.seq, posted, shift=self.cursor.shift_of(one))
+        device = device_of(call) if self.held is not None else None
+        if self.held is not None and device is not None and self.held.takes(call, device):
+            return self._issue_held(self.held, call, one, moved, unit, posted)
+        handle = self.engine.post(one.stream, one.seq, int(posted), shift=self.cursor.shift_of(one))
+        if self.held is not None:
+            self.held.host_post(handle, int(posted), one.first_item + moved, len(one.sources))
         order = order_of(call)
         if one.sources:
             self.pool.announce(one.first_item + moved)
@@ -126,24 +142,53 @@ class EmulateSeam(Seam):
             work.wait()
         return work
 
+    def _issue_held(
+        self, held: HeldOperations, call: Call, one: Expected, moved: int, unit: int, posted: int
+    ) -> PrismWork:
+        """The device waits for the rest of the job, the host goes on."""
+        assert one.stream is not None
+        handle = self.engine.handle(one.stream, one.seq, shift=self.cursor.shift_of(one))
+        self.num_without_values += is_without_values(call, one)
+        operation = held.issue(call, one, one.first_item + moved, handle, posted=posted)
+        self.tracer.amend(unit, rows.END, operation.end)
+
+        def complete(timeout: timedelta | None) -> None:
+            start = self.tracer.now() if call.is_async else posted
+            held.wait(operation, call)
+            if not is_in_background():
+                self.tracer.wait(unit, start, self.tracer.now(), blocked=False)
+
+        work = PrismWork(
+            complete, lambda: held.is_done(operation), results_of(call, operation.scratch), is_async=call.is_async,
+            late_wait=self._late_wait(unit), again=lambda: held.see(operation),
+        )  # fmt: skip
+        work.source = -1 if call.peer is None else call.peer
+        if call.op is Op.BARRIER and not call.is_async:
+            work.wait()
+        return work
+
     def _issue_real(self, call: Call, unit: int, posted: int) -> Any:
         """All that take part are sandbox ranks: a real transport, or nothing to do for a group of one."""
         if len(call.group.ranks) > 1:
             real_group = self._sandbox.issuperset(call.group.ranks)
             work = call.native() if real_group else self._message_between_sandbox_ranks(call)
             if work is None:
-                self.tracer.wait(unit, posted, now_ns(), blocked=True)
+                self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
                 return None
             timed = TimedWork(work, self.tracer, unit, call, posted)
             timed.source = -1 if call.peer is None else call.peer
             return timed
 
+        is_filled = device_of(call) is not None and fill_alone(call)
+
         def complete(timeout: timedelta | None) -> None:
-            own = Bytes(call.contribution)
-            joined = memoryview(own.joined())
-            deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: call.send_bytes or ())
+            if not is_filled:
+                joined = memoryview(Bytes(call.contribution).joined())
+                sizes = call.send_bytes or ()
+                deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: sizes)
             if not is_in_background():
-                self.tracer.wait(unit, posted if not call.is_async else now_ns(), now_ns(), blocked=False)
+                now = self.tracer.now()
+                self.tracer.wait(unit, posted if not call.is_async else now, now, blocked=False)
 
         return PrismWork(complete, lambda: True, call.outputs, late_wait=self._late_wait(unit))
 
@@ -158,7 +203,11 @@ class EmulateSeam(Seam):
         return self._mesh.recv(call.outputs, position, tag)
 
     def _late_wait(self, unit: int) -> Callable[[], None]:
-        return lambda: self.tracer.wait(unit, now_ns(), now_ns(), blocked=False)
+        def late_wait() -> None:
+            now = self.tracer.now()
+            self.tracer.wait(unit, now, now, blocked=False)
+
+        return late_wait
 
     def _poller(self, handle: tuple[int, int], carriage: Carriage | None) -> Any:
         if carriage is not None:
@@ -182,7 +231,7 @@ class EmulateSeam(Seam):
         carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
-            start = now_ns() if call.is_async else posted
+            start = self.tracer.now() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
                 carriage.wait()
@@ -197,10 +246,10 @@ class EmulateSeam(Seam):
             if blocked or not call.is_async:
                 self.late_ns.append(late)
             if not is_in_background():
-                self.tracer.wait(unit, start, now_ns(), blocked=blocked or not call.is_async)
+                self.tracer.wait(unit, start, self.tracer.now(), blocked=blocked or not call.is_async)
                 place_before(call, seq, wait=False)  # its transfer may still be under way
             elif is_seen():
-                self.tracer.complete(unit, now_ns())
+                self.tracer.complete(unit, self.tracer.now())
 
         return complete
 
@@ -210,7 +259,7 @@ class EmulateSeam(Seam):
         if not one.sources:
             if call.op is Op.SCATTER and call.group.group_rank == call.root:
                 deliver_locally(call, call.contribution)
-            elif call.deliveries or call.receive_tensors:
+            elif is_without_values(call, one):
                 self.num_without_values += 1
                 _give_own(call)
             return
@@ -271,6 +320,8 @@ class EmulateSeam(Seam):
         return True
 
     def finish(self, status: str) -> None:
+        if self.held is not None:
+            self.held.finish(is_complete=status == "complete")
         self.session.close()
 
     def summary(self) -> dict[str, object]:
@@ -283,7 +334,7 @@ class EmulateSeam(Seam):
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
             "operations_not_reached": self.cursor.num_left,
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
-            **self.session.summary(),
+            **self.session.summary(), **(self.held.summary(self.num_deviating) if self.held is not None else {}),
         }  # fmt: skip
 
 
@@ -299,6 +350,13 @@ def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: in
 
 def _copy(target: memoryview, source: memoryview) -> None:
     target[:] = source
+
+
+def is_without_values(call: Call, one: Expected) -> bool:
+    """Whether virtual members give something that was not recorded."""
+    if one.sources or (call.op is Op.SCATTER and call.group.group_rank == call.root):
+        return False
+    return bool(call.deliveries or call.receive_tensors)
 
 
 def _give_own(call: Call) -> None:

@@ -28,12 +28,14 @@ from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.manifest import Script, read_scripts
+from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
+_DEVICE_RING_BYTES = 2 << 30  # where a GPU may empty it
 _LARGE_JOB = 32  # ranks from which on looking for equal ones is worth its time
 _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all of them
 
@@ -41,9 +43,7 @@ _DEFAULT_TRANSFER_NS = 100_000  # bare graphs only; a calibrated graph has all o
 class SandboxPolicy(AllAtOnce):
     """All sandbox ranks run from the start; the launcher holds their rendezvous store."""
 
-    def __init__(
-        self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int
-    ) -> None:
+    def __init__(self, watched: Sequence[tuple[str, subprocess.Popen[bytes]]] = (), *, end_step: int) -> None:
         """`watched`: processes that must outlive the ranks, by what to call them."""
         super().__init__(end_step=end_step)
         self._watched = watched
@@ -107,18 +107,18 @@ def run_sandbox(
         backend = _backend(config)
         scripts, facts = _prepare(
             config, graph_path.absolute(), tuple(sandbox), work, times, progress.say,
-            needs_board=backend is not None and backend.needs_board,
+            needs_board=backend is not None and backend.needs_board, is_slice=on_devices,
         )  # fmt: skip
         end_step = max(script.last_step for script in scripts.values()) + 1
-        fds = [*facts.ring_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
+        fds = [*facts.ring_fds, *facts.hold_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
         spare = _spare_cpus(config, len(facts.sandbox))
         try:
             context = _AssistContext(facts, work, spare, progress.say)
-            with _assistants(facts, scripts, work, cpus=spare), _assist(backend, context) as assistance:
+            with _assistants(facts, scripts, work, context, cpus=spare), _assist(backend, context) as assistance:
                 policy = SandboxPolicy(context.watched, end_step=end_step)
                 result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
-                    emulate=replace(facts, assistance=assistance, is_slice=on_devices),
+                    emulate=replace(facts, assistance=assistance),
                     metadata={"emulate.graph": graph_path.name, "emulate.sandbox": ",".join(map(str, sandbox)),
                               "emulate.backend": facts.backend},
                     descriptors=[*fds, *assistance.descriptors],
@@ -205,7 +205,7 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
 
 def _prepare(
     config: LaunchConfig, graph_path: Path, sandbox: tuple[int, ...], work: Path, times: Path | None, report: Report,
-    *, needs_board: bool,
+    *, needs_board: bool, is_slice: bool,
 ) -> tuple[dict[int, Script], EmulateSpec]:  # fmt: skip
     """Everything that can be worked out before the ranks start."""
     try:
@@ -222,6 +222,9 @@ def _prepare(
         scripts = read_scripts(reader, sandbox)
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
+    for key in ("occupy", "device_pool_bytes"):
+        if (key, config.options.get(key)) != ("occupy", "off"):
+            whole_number(config.options, key, 0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
@@ -237,10 +240,12 @@ def _prepare(
     board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 or needs_board else -1
     if board >= 0:
         os.ftruncate(board, 1 << 42)
+    is_held = config.device != "cpu" and not is_slice and has_gpu()
+    holds = tuple(create_table() for _ in scripts) if is_held else ()
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
-        options=dict(config.options),
+        options=dict(config.options), hold_fds=holds, is_slice=is_slice,
     )  # fmt: skip
     return scripts, facts
 
@@ -263,17 +268,34 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
     return any(not frozenset(sandbox).issuperset(one.group_ranks) for one in messages)
 
 
+def whole_number(options: Mapping[str, str], key: str, default: int) -> int:
+    """The number that `-O key=N` says; UsageError where it is none."""
+    text = options.get(key)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit()):
+        raise UsageError(f"-O {key}={text}: {text!r} is not a whole number", hint=f"such as -O {key}={default or 16}")
+    return int(text)
+
+
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
-    """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N` (256 MiB)."""
-    limit = int(config.options.get("prefetch_bytes", _RING_BYTES))
+    """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N`."""
+    limit = whole_number(config.options, "prefetch_bytes", _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 
 
 @contextlib.contextmanager
-def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, cpus: Sequence[int]) -> Iterator[None]:
-    """One prefetching process for each sandbox rank, on `cpus` where there are any."""
+def _assistants(
+    facts: EmulateSpec, scripts: dict[int, Script], work: Path, context: _AssistContext, *, cpus: Sequence[int]
+) -> Iterator[None]:
+    """One prefetching process for each sandbox rank, on `cpus` where there are any, and one that releases its streams.
+
+    The latter polls, so it has a CPU to itself where possible.
+    """
     processes = []
+    num_alone = len(facts.hold_fds) if len(cpus) > len(facts.hold_fds) else 0
+    alone, cpus = cpus[len(cpus) - num_alone :], cpus[: len(cpus) - num_alone]
     try:
         for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):
             save_sequence(work / f"sequence-{rank}", script.sequence)
@@ -284,6 +306,16 @@ def _assistants(facts: EmulateSpec, scripts: dict[int, Script], work: Path, *, c
                     start_new_session=True,
                 )
             )  # fmt: skip
+        for position, (hold_fd, rank) in enumerate(zip(facts.hold_fds, scripts, strict=False)):
+            cpu = str(alone[position]) if alone else ""
+            arguments = [str(hold_fd), str(facts.plan), str(rank), str(facts.board_fd), cpu]
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "prism_sdk.runtime.oncuda.releaser", *arguments], start_new_session=True,
+                    pass_fds=[hold_fd, *([facts.board_fd] if facts.board_fd >= 0 else [])],
+                )
+            )  # fmt: skip
+            context.watch(processes[-1], f"the process that releases the streams of rank {rank}")
         yield
     finally:
         for process in processes:

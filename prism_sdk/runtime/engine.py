@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from prism_sdk.errors import RunError
-from prism_sdk.graph.plan import START, BoundaryPlan, Stream
+from prism_sdk.graph.plan import START, BoundaryPlan, Stream, Term
 
 _POST = struct.Struct("<q")  # ns of the monotonic clock; 0: not there yet
 _ORIGIN_BYTES = 64
@@ -34,7 +34,7 @@ class PostBoard:
 
     def origin(self) -> int:
         """The origin of the job's clock, set by the first sandbox rank."""
-        return self._wait(lambda: struct.unpack("<q", os.pread(self._fd, 8, 0))[0], "the first sandbox rank to start")
+        return wait_for(lambda: struct.unpack("<q", os.pread(self._fd, 8, 0))[0], "the first sandbox rank to start")
 
     def origin_if_set(self) -> int:
         """The origin, 0 before it is set."""
@@ -46,7 +46,7 @@ class PostBoard:
 
     def post(self, row: int, member: int) -> int:
         """When a member arrived at an operation; waits until it has."""
-        return self._wait(lambda: self._read(row, member), f"sandbox member {member} at boundary operation {row}")
+        return wait_for(lambda: self._read(row, member), f"sandbox member {member} at boundary operation {row}")
 
     def has(self, row: int, member: int) -> bool:
         """Whether a member has published its post at an operation."""
@@ -59,16 +59,18 @@ class PostBoard:
         raw = os.pread(self._fd, _POST.size, self._position(row, member))
         return int(_POST.unpack(raw)[0]) if len(raw) == _POST.size else 0
 
-    def _wait(self, read: Callable[[], int], what: str) -> int:
-        started = time.monotonic_ns()
-        pause = 0.0
-        while not (value := read()):
-            waited = time.monotonic_ns() - started
-            if waited > _POST_TIMEOUT_NS:
-                raise RunError(f"waited {_POST_TIMEOUT_NS // 10**9} s for {what}")
-            pause = 0.0 if waited < 200_000 else min(pause + 0.00005, 0.001)
-            time.sleep(pause)
-        return value
+
+def wait_for(read: Callable[[], int], what: str) -> int:
+    """The first value of `read` that is not 0; RunError, which says `what` was waited for, after ten minutes."""
+    started = time.monotonic_ns()
+    pause = 0.0
+    while not (value := read()):
+        waited = time.monotonic_ns() - started
+        if waited > _POST_TIMEOUT_NS:
+            raise RunError(f"waited {_POST_TIMEOUT_NS // 10**9} s for {what}")
+        pause = 0.0 if waited < 200_000 else min(pause + 0.00005, 0.001)
+        time.sleep(pause)
+    return value
 
 
 class BoundaryEngine:
@@ -83,6 +85,9 @@ class BoundaryEngine:
         self._origin_ns = 0
         self._posts: dict[tuple[int, int], int] = {}
         self._arrivals: dict[tuple[int, int], int] = {}
+        self.is_told_all = False  # of this rank's posts in their order: what is missing is no post at all
+        self._to_come: dict[tuple[int, int], Callable[[], int]] = {}  # posts that a GPU makes: 0 until it has
+        self._terms: dict[tuple[int, int], tuple[Term, ...]] = {}  # looked up ahead of the time that counts
 
     def start(self, origin: int) -> None:
         """Fix the origin of the job's clock: the graph's time 0, at which every rank begins."""
@@ -92,6 +97,15 @@ class BoundaryEngine:
         if self._me == 0:
             self._board.publish_origin(origin)
         self._origin_ns = self._board.origin()
+
+    @property
+    def origin_ns(self) -> int:
+        """The origin of the job's clock; 0 before it is fixed."""
+        return self._origin_ns
+
+    def start_at(self, origin: int) -> None:
+        """Take the origin from who has fixed it; 0: it is not fixed yet."""
+        self._origin_ns = self._origin_ns or origin
 
     def arrival(self, handle: tuple[int, int]) -> int | None:
         """When the last member arrived at an operation, for an onlooker without posts of its own; never waits."""
@@ -108,17 +122,57 @@ class BoundaryEngine:
 
         Returns the operation's handle (index in the plan, steps beyond the recorded ones).
         """
-        index, _ = self.plan.find(stream, seq=seq)
-        self._posts[index, shift] = posted_ns
-        if self._board is not None:
-            self._board.publish(self.row(index, shift), self._me, posted_ns)
-        return index, shift
+        handle = self.handle(stream, seq, shift=shift)
+        self.post_at(handle, posted_ns)
+        return handle
 
-    def stand_in(self, met: Stream, met_seq: int, meant: Stream, meant_seq: int, *, shift: int) -> None:
-        """An operation that was met behind the last step turns out to be one of the step that began there."""
-        posted_ns = self._posts.get((self.plan.find(met, seq=met_seq)[0], 0))
-        if posted_ns is not None:
-            self.post(meant, meant_seq, posted_ns, shift=shift)
+    def handle(self, stream: Stream, seq: int, *, shift: int = 0) -> tuple[int, int]:
+        """The handle of an operation, as `post` returns it."""
+        return self.plan.find(stream, seq=seq)[0], shift
+
+    def post_at(self, handle: tuple[int, int], posted_ns: int) -> None:
+        """As `post`, of an operation whose handle is known."""
+        self._to_come.pop(handle, None)
+        self._posts[handle] = posted_ns
+        if self._board is not None:
+            self._board.publish(self.row(*handle), self._me, posted_ns)
+
+    def post_later(self, handle: tuple[int, int], read: Callable[[], int]) -> None:
+        """The rank's GPU will arrive at an operation: `read` says when it did, and 0 until then.
+
+        Who calls this does not put the post on the board; the process that releases the rank's streams does.
+        """
+        self._to_come[handle] = read
+
+    def know(self, handle: tuple[int, int], *, due_ns: int) -> None:
+        """The releaser has worked out when an operation completes."""
+        self._to_come.pop(handle, None)
+        self._arrivals[handle] = due_ns - self._transfer(handle)
+        self._forget()
+
+    def prepare(self, handle: tuple[int, int]) -> None:
+        """Look up what the arrival of an operation will be worked out from."""
+        if handle not in self._arrivals:
+            self._terms[handle] = self.plan.terms(handle[0], shift=handle[1])
+
+    def stand_in_at(self, met: tuple[int, int], meant: tuple[int, int]) -> None:
+        """As `stand_in`, by handles."""
+        read = self._to_come.get(met)
+        if met in self._posts:
+            self.post_at(meant, self._posts[met])
+        elif read is not None:
+            self.post_later(meant, read)
+
+    def stand_in(
+        self, met: Stream, met_seq: int, meant: Stream, meant_seq: int, *, shift: int
+    ) -> tuple[tuple[int, int], tuple[int, int]]:
+        """An operation that was met behind the last step turns out to be one of the step that began there.
+
+        Returns the handles of both.
+        """
+        handles = self.handle(met, met_seq), self.handle(meant, meant_seq, shift=shift)
+        self.stand_in_at(*handles)
+        return handles
 
     def completion(self, handle: tuple[int, int]) -> int:
         """When the operation completes for this rank, in ns of the monotonic clock; waits for posts of other ranks."""
@@ -130,6 +184,10 @@ class BoundaryEngine:
         """Whether the operation has completed by `now_ns`; False while posts are missing (this rank's own too)."""
         arrival = self._arrival(handle, wait=False)
         return arrival is not None and now_ns >= arrival + self._transfer(handle)
+
+    def transfer(self, handle: tuple[int, int]) -> int:
+        """How long after its last arrival the operation completes for this rank, in ns."""
+        return self._transfer(handle)
 
     def _transfer(self, handle: tuple[int, int]) -> int:
         for rank, transfer in self.plan.members(handle[0]):
@@ -144,7 +202,7 @@ class BoundaryEngine:
         stack = [handle]
         while stack:
             at = stack[-1]
-            terms = self.plan.terms(at[0], shift=at[1])
+            terms = self._terms.get(at) or self.plan.terms(at[0], shift=at[1])
             sources = [(term.source, term.shift) for term in terms if term.source != START]
             open_ = [source for source in sources if source not in self._arrivals]
             if open_:
@@ -157,16 +215,27 @@ class BoundaryEngine:
                 base = self._origin_ns if source == START else self._arrivals[source, shift]
                 arrival = max(arrival, base + weight)
             self._arrivals[at] = arrival
+            self._terms.pop(at, None)
             stack.pop()
+        self._forget()
+        return self._arrivals[handle]
+
+    def _forget(self) -> None:
         if len(self._arrivals) > 2 * _KEPT:
             for key in list(self._arrivals)[:_KEPT]:
                 del self._arrivals[key]
                 self._posts.pop(key, None)
-        return self._arrivals[handle]
 
     def _last_post(self, handle: tuple[int, int], *, wait: bool) -> int | None:
+        read = self._to_come.get(handle)
+        if read is not None:
+            posted_ns = wait_for(read, f"the GPU of rank {self.rank} to arrive") if wait else read()
+            if not posted_ns:
+                return None
+            del self._to_come[handle]
+            self._posts[handle] = posted_ns
         if self._board is None:
-            return self._posts.get(handle, 0 if wait else None)
+            return self._posts.get(handle, 0 if wait or self.is_told_all else None)
         row = self.row(*handle)
         members = [self._members.index(rank) for rank, _ in self.plan.members(handle[0])]
         if not wait and not all(self._board.has(row, member) for member in members):

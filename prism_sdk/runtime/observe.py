@@ -175,8 +175,6 @@ class ObserveSeam(Seam):
         posted = tracer.now()
         unit = tracer.communication(call, posted, take_number(call))
         device = tracer if isinstance(tracer, DeviceTracer) and device_of(call) is not None else None
-        if device is not None and (beside := device.beside()) is not None:
-            device.starts_beside(unit, beside)
         work = call.native()
         block = self._blocks.get(call.group.name) if self._blocks else None
         if device is not None:

@@ -116,6 +116,7 @@ class Consumer:
         self._sequence = sequence
         self._open: dict[int, None] = {}  # first payloads of operations that were announced and not released, ascending
         self._released = 0
+        self._copied: int | None = None  # with a pool on a device: payloads before it are copied there, or not wanted
         self._beside = threading.Lock()
         self.counts = PrefetchCounts()
 
@@ -165,10 +166,32 @@ class Consumer:
     def release(self, first: int, count: int) -> None:
         """The operation has what it took. The pool keeps everything from the oldest operation on that has not."""
         self._open.pop(first, None)
-        oldest = next(iter(self._open), None)
         self._released = max(self._released, first + count)
-        free = self._released if oldest is None else min(oldest, self._released)
-        self._ring.consumed = max(self._ring.consumed, free)
+        self._free()
+
+    def _free(self) -> None:
+        oldest = next(iter(self._open), None)
+        done = self._released if self._copied is None else self._copied
+        self._ring.consumed = max(self._ring.consumed, done if oldest is None else min(oldest, done))
+
+    # -- for a pool on a device, which takes payloads out of the ring as they come ----------------------------------
+
+    def memory(self) -> memoryview:
+        """The whole shared memory, for pinning it."""
+        return self._ring.view
+
+    def has(self, index: int) -> bool:
+        """Whether payload `index` can be had: it is in the ring, or never will be."""
+        return index < self._ring.produced
+
+    def view(self, index: int) -> memoryview:
+        """Payload `index`, which `has` says is there; valid until `copied_until` passes it. Counts nothing."""
+        return self.peek(index, self._reader)
+
+    def copied_until(self, index: int) -> None:
+        """The device needs nothing before payload `index` any more."""
+        self._copied = index
+        self._free()
 
 
 def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:
@@ -187,7 +210,7 @@ def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequen
         if index - consumed >= _TABLE_ENTRIES:
             time.sleep(_IDLE_S)
             continue
-        offset = _place(item.num_bytes, ring.capacity, head, held)
+        offset = place_in_circle(item.num_bytes, ring.capacity, head, held)
         if offset is None:
             if item.num_bytes > ring.capacity:
                 ring.set_entry(index, -1, 0)
@@ -205,7 +228,7 @@ def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequen
         ring.produced = index
 
 
-def _place(num_bytes: int, capacity: int, head: int, held: Sequence[tuple[int, int, int]]) -> int | None:
+def place_in_circle(num_bytes: int, capacity: int, head: int, held: Sequence[tuple[int, int, int]]) -> int | None:
     """Where `num_bytes` fit in the circular area, or None while it is full."""
     if not held:
         return 0 if num_bytes <= capacity else None

@@ -29,16 +29,20 @@ WORLD, PAIR = 11, 12
 KINDS = {Op.SEND: UnitKind.SEND, Op.RECV: UnitKind.RECV}
 
 
-def trace(path: Path, units: dict[int, Sequence[tuple[int, int, Op, int, int | None]]]) -> Path:
-    """Units as (start_ns, group, op, elements, peer) of each rank of three."""
+def trace(
+    path: Path, units: dict[int, Sequence[tuple[int, int, Op, int, int | None]]], *, device_late_ns: int | None = None
+) -> Path:
+    """Units as (posted_ns, group, op, elements, peer) of each rank of three; with `device_late_ns` the rows have times
+    of a device that came to them that much later."""
+    late = device_late_ns or 0
     with TraceWriter(path, graph_kind=GraphKind.OBSERVED, world_size=3) as writer:
         writer.add_group(ProcessGroup(WORLD, "world", "", "nccl", (0, 1, 2)))
         writer.add_group(ProcessGroup(PAIR, "pair", "", "nccl", (1, 2)))
         for rank, rows in units.items():
             columns: dict[str, Any] = {
                 "kind": np.array([int(KINDS.get(op, UnitKind.COLLECTIVE)) for _, _, op, _, _ in rows]),
-                "start_ns": np.array([row[0] for row in rows]),
-                "end_ns": np.array([row[0] + 90 for row in rows]),
+                "start_ns": np.array([row[0] + late for row in rows]),
+                "end_ns": np.array([row[0] + late + 90 for row in rows]),
                 "group_id": np.array([row[1] for row in rows], np.uint64),
                 "op": np.array([int(row[2]) for row in rows]),
                 "dtype": np.full(len(rows), int(DType.FLOAT32)),
@@ -46,6 +50,8 @@ def trace(path: Path, units: dict[int, Sequence[tuple[int, int, Op, int, int | N
                 "num_elements_out": np.array([row[3] for row in rows]),
                 "peer": np.array([ABSENT32 if row[4] is None else row[4] for row in rows]),
             }
+            if device_late_ns is not None:
+                columns["prism.issued_ns"] = np.array([row[0] for row in rows])
             writer.add_units(rank, columns)
     return path
 
@@ -93,6 +99,18 @@ def test_a_thread_that_posts_in_between_takes_nothing(tmp_path: Path) -> None:
     call(writer, world, 1010, "AllReduce", 10)
     call(writer, pair, 1012, "AllReduce", 20)
     assert joined_rank(path, writer, tmp_path).unit.tolist() == [0, 1]
+
+
+def test_a_device_that_is_behind_its_host_changes_nothing(tmp_path: Path) -> None:
+    """NCCL is called when the host posts a unit, which the device may come to only after the host has posted more."""
+    units = {0: [(1000 * i, WORLD, Op.ALL_REDUCE, 10 * i, None) for i in range(1, 9)]}
+    path = trace(tmp_path / "t.prism", units, device_late_ns=3500)
+    writer = RecordWriter(rank=0, world_size=3)
+    world = writer.comm(1, 0xA, ranks=3, rank=0)
+    for i in range(1, 9):
+        call(writer, world, 1000 * i + 10, "AllReduce", 10 * i, i)
+    one = joined_rank(path, writer, tmp_path)
+    assert one.unit.tolist() == list(range(8)) and one.by == "time" and one.num_unequal == 0
 
 
 def test_operations_after_the_trace_belong_to_no_unit(tmp_path: Path) -> None:

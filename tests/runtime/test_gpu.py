@@ -1,4 +1,4 @@
-"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_checks.py."""
+"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_checks.py and gpu_hold.py."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ def test_a_job_on_gpus(check: str) -> None:
         [sys.executable, ROOT / "benchmarks" / "gpu_checks.py", check], capture_output=True, text=True, timeout=500
     )
     assert json.loads(done.stdout.splitlines()[-1]) == {check: True}, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_streams_are_held_by_the_device() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_hold.py"], capture_output=True, text=True, timeout=400
+    )
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert all(results.values()) and len(results) == 5, done.stdout + done.stderr

@@ -18,6 +18,7 @@ import torch
 
 PERIOD_NS = 200_000_000  # after which a new event serves as the near one
 _DRIFT_PPM = 50  # by which two clocks may part
+_SEEN_NS = 1_500  # between the GPU's passing a point and a look that sees it, at best
 _JITTER_NS = 5_000  # between recording an event and an idle stream's passing it
 _MAX_SPARE = 4096
 
@@ -28,6 +29,8 @@ class Mark(int):
     event: Any
     stream: int
     time_ns: int | None
+    seen_ns: int = 0
+    """When somebody who polls saw the GPU just behind this point, if anybody does."""
 
 
 class Period:
@@ -124,7 +127,13 @@ class DeviceClock:
         if self._dated is not None:
             period.start_ns = self._dated.start_ns + _elapsed_ns(self._dated.first.event, first)
         times = [period.start_ns + _elapsed_ns(first, mark.event) for mark in period.marks]
-        self._set_offset(max(int(mark) - at for mark, at in zip(period.marks, times, strict=True)), period.start_ns)
+        at_least = max(int(mark) - at for mark, at in zip(period.marks, times, strict=True))
+        seen = [mark.seen_ns - at for mark, at in zip(period.marks, times, strict=True) if mark.seen_ns]
+        if seen:
+            at_least = max(at_least, min(seen) - _SEEN_NS)
+        self._set_offset(at_least, period.start_ns)
+        if seen:
+            self._offset_ns, self._offset_at = at_least, period.start_ns
         assert self._offset_ns is not None
         for mark, at in zip(period.marks, times, strict=True):
             mark.time_ns = at + self._offset_ns

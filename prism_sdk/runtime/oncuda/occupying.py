@@ -42,9 +42,9 @@ extern "C" __global__ void prism_occupy(int4* memory, int num_elements, int dura
 class Occupier:
     """Occupies the streams of one device."""
 
-    def __init__(self, *, takes_processors: bool = True) -> None:
-        """`takes_processors` False: take time alone, one thread."""
-        self._takes_processors = takes_processors
+    def __init__(self, *, num_blocks: int = NUM_BLOCKS) -> None:
+        """With `num_blocks` 0 it takes time alone: one thread."""
+        self._num_blocks = num_blocks
         self._run: Callable[[int], None] | None = None
         self.kind = ""
         """Once something was occupied: kernel, spin, or nothing (where torch offers neither)."""
@@ -59,7 +59,7 @@ class Occupier:
 
     def _prepare(self) -> Callable[[int], None]:
         compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
-        if self._takes_processors and compile_kernel is not None:
+        if self._num_blocks and compile_kernel is not None:
             with contextlib.suppress(Exception):  # no NVRTC, an older driver: the spinning thread is left
                 return self._kernel(compile_kernel)
         sleep: Any = getattr(torch.cuda, "_sleep", None)
@@ -76,7 +76,7 @@ class Occupier:
         count = _MEMORY_BYTES // 16
 
         def run(duration_ns: int) -> None:
-            kernel(grid=(NUM_BLOCKS, 1, 1), block=(NUM_THREADS, 1, 1), args=[memory, count, duration_ns])
+            kernel(grid=(self._num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=[memory, count, duration_ns])
 
         run(1)
         torch.cuda.synchronize()  # whether it runs at all shows now

@@ -24,7 +24,7 @@ from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background, run_due
 from prism_sdk.runtime.manifest import Expected
 from prism_sdk.runtime.observe import settle_any_source, take_number
-from prism_sdk.runtime.oncuda.occupying import Occupier
+from prism_sdk.runtime.oncuda.occupying import NUM_BLOCKS, Occupier
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
 from prism_sdk.runtime.oncuda.tracing import DeviceTracer
@@ -43,9 +43,12 @@ class SliceSeam(EmulateSeam):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lanes: dict[int, torch.cuda.Stream] = {}  # group -> the stream that stands for NCCL's
-        self._occupier = Occupier(takes_processors=self.facts.options.get("occupy") != "off")
+        self._occupier = Occupier(num_blocks=_num_blocks(self.facts.options.get("occupy")))
         self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
         self._known: set[tuple[Any, ...]] = set()
+
+    def _holds_streams(self) -> bool:
+        return False  # nothing is released by the graph's times
 
     def issue(self, call: Call) -> Any:
         device = device_of(call)
@@ -59,10 +62,7 @@ class SliceSeam(EmulateSeam):
         posted = self.tracer.now()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)
-        tracer = self.tracer
-        if isinstance(tracer, DeviceTracer) and (beside := tracer.beside()) is not None:
-            tracer.starts_beside(unit, beside)
-        one, moved = self.cursor.next(call, step=tracer.step)
+        one, moved = self.cursor.next(call, step=self.tracer.step)
         if one.size_may_differ:
             self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
             self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)
@@ -159,6 +159,11 @@ class SliceSeam(EmulateSeam):
             else:
                 _copy_own(call, tensor, offset)
         self.pool.release(first, len(one.sources))
+
+
+def _num_blocks(option: str | None) -> int:
+    """What `-O occupy` says: a number of thread blocks, or `off`."""
+    return NUM_BLOCKS if option is None else int(option) if option.isdigit() else 0
 
 
 def is_large_number(call: Call) -> bool:

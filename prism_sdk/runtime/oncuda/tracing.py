@@ -22,6 +22,7 @@ import torch
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
+from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
 from prism_sdk.runtime.oncuda.streams import SideWaits
@@ -39,6 +40,9 @@ from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
 RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
 """Named column of steps: the peak of what the allocator has reserved; `memory_peak_bytes` is of what it gave out."""
+
+ISSUED_COLUMN = "prism.issued_ns"
+"""Named column of units: when the program, on the host, came to what `start_ns` gives in the device's time."""
 
 _BLOCKED_NS = 20_000  # a stream that waited for longer was held up, so what it waited for ended then
 _WATCHDOG_S = 1.0  # torch's looks ten times a second
@@ -77,9 +81,11 @@ class DeviceTracer(Tracer):
 
     # -- streams beside the main one --------------------------------------------------------------------------------
 
-    def starts_beside(self, unit: int, start: Mark) -> None:
-        """The program asked for `unit` on a stream beside the main one, which came to it at `start`."""
-        self.amend(unit, START, start)
+    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
+        unit = super()._communication(call, posted_ns, seq)
+        if device_of(call) is not None and (beside := self._clock.beside()) is not None:
+            self.amend(unit, START, beside)  # asked for on a stream of its own, which came to it then
+        return unit
 
     def ends_beside(self, unit: int, end: Mark) -> None:
         """`unit` ran on that stream and ends there: it holds up nobody before the main stream waits for that one."""
@@ -155,6 +161,7 @@ class DeviceTracer(Tracer):
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
         waited = {row[AWAITS]: row for row in rows if row[KIND] == _WAIT}
+        issued = np.array([int(row[START]) for row in rows], dtype=np.int64)
         for row in rows:
             if row[KIND] in (_COMPUTE, _WAIT):
                 start = max(self._chain_ns, self._when(row[START]))
@@ -163,7 +170,7 @@ class DeviceTracer(Tracer):
         for index, row in enumerate(rows):
             if row[KIND] not in (_COMPUTE, _WAIT):
                 self._date(self._flushed + index, row, waited.get(self._flushed + index))
-        return super()._columns(rows)
+        return {**super()._columns(rows), ISSUED_COLUMN: issued}
 
     def _date(self, unit: int, row: list[Any], wait: list[Any] | None) -> None:
         """Start and end of a communication, from NCCL's duration or from who was held up by it."""

@@ -1,0 +1,89 @@
+"""The few functions of the CUDA driver that torch does not offer, through ctypes.
+
+Responsible for calling them and for turning their errors into one of Prism's; what they are used for is holding.py's.
+The calling thread must have torch's context current: any call of torch on the device before sees to that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from prism_sdk.errors import RunError
+
+_NON_BLOCKING = 1
+_NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
+_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
+_HOST_PORTABLE_MAPPED = 1 | 2
+
+
+class DriverError(RunError):
+    """The CUDA driver has refused something."""
+
+    def __init__(self, function: str, code: int, name: str) -> None:
+        super().__init__(f"the CUDA driver refuses {function}: {name} ({code})")
+        self.function, self.code = function, code
+
+
+class Driver:
+    """libcuda, loaded; needs a device."""
+
+    def __init__(self) -> None:
+        self._cuda = ctypes.CDLL("libcuda.so.1")
+        u64, u32, ptr, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t
+        self._wait = self._function("cuStreamWaitValue32_v2", ptr, u64, u32, u32)
+        self._write = self._function("cuStreamWriteValue32_v2", ptr, u64, u32, u32)
+        self._register = self._function("cuMemHostRegister_v2", ptr, size, u32)
+        self._device_pointer = self._function("cuMemHostGetDevicePointer_v2", ptr, ptr, u32)
+        self._alloc = self._function("cuMemAlloc_v2", ptr, size)
+        self._copy_in = self._function("cuMemcpyHtoDAsync_v2", u64, ptr, size, ptr)
+        self._create_stream = self._function("cuStreamCreateWithPriority", ptr, u32, ctypes.c_int)
+        self._priorities = self._function("cuCtxGetStreamPriorityRange", ptr, ptr)
+
+    def _function(self, name: str, *types: Any) -> Any:
+        function = getattr(self._cuda, name)
+        function.argtypes, function.restype = types, ctypes.c_int
+        return function
+
+    def _check(self, code: int, function: str) -> None:
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(code, ctypes.byref(text))
+            raise DriverError(function, code, (text.value or b"unknown error").decode())
+
+    def stream_write(self, stream: int, address: int, value: int, *, is_fenced: bool = True) -> None:
+        """`stream` writes 32 bits to device-visible memory when it has done everything before.
+
+        With `is_fenced` whoever sees them also sees what was written before.
+        """
+        self._check(self._write(stream, address, value, 0 if is_fenced else _NO_BARRIER), "cuStreamWriteValue32")
+
+    def stream_wait(self, stream: int, address: int, value: int) -> None:
+        """`stream` goes on once the 32 bits at `address` are `value`, or at most 2**31 - 1 beyond."""
+        self._check(self._wait(stream, address, value, _GEQ), "cuStreamWaitValue32")
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Pin host memory and let the device see it; returns its address there."""
+        self._check(self._register(address, num_bytes, _HOST_PORTABLE_MAPPED), "cuMemHostRegister")
+        seen = ctypes.c_uint64()
+        self._check(self._device_pointer(ctypes.byref(seen), address, 0), "cuMemHostGetDevicePointer")
+        return seen.value
+
+    def allocate(self, num_bytes: int) -> int:
+        """Device memory outside torch's allocator, for the life of the process."""
+        address = ctypes.c_uint64()
+        self._check(self._alloc(ctypes.byref(address), num_bytes), f"cuMemAlloc of {num_bytes} bytes")
+        return address.value
+
+    def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """Copy from the host on `stream`; asynchronous if the host memory is pinned."""
+        self._check(self._copy_in(target, source, num_bytes, stream), "cuMemcpyHtoDAsync")
+
+    def create_stream(self, *, is_urgent: bool) -> int:
+        """A stream of the highest or the lowest priority, none of torch's pool: the program's streams stay its own."""
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        self._check(self._priorities(ctypes.byref(least), ctypes.byref(greatest)), "cuCtxGetStreamPriorityRange")
+        stream = ctypes.c_void_p()
+        priority = greatest.value if is_urgent else least.value
+        self._check(self._create_stream(ctypes.byref(stream), _NON_BLOCKING, priority), "cuStreamCreateWithPriority")
+        return stream.value or 0

@@ -1,0 +1,202 @@
+"""Puts recorded values that lie on the device into the tensors of an operation, in stream order.
+
+Responsible for what comes from where and for the compensation of reductions; it makes no allocation and waits for
+nothing, so that memory peaks are the program's own.  Nothing here needs a GPU: on CPU tensors it does the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from prism_sdk.runtime.calls import COMBINED, Call
+from prism_sdk.runtime.manifest import OWN, Expected
+from prismtrace import Op, ReduceOp
+
+Pieces = Sequence[torch.Tensor]  # flat bytes, one after the other
+#: (flat output; flat bytes of result, live and recorded contribution; operation; members) -> whether it was done
+Compensate = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, ReduceOp, int], bool]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded payload on the device: flat bytes from `start` of it on, and room of a byte for each element."""
+
+    start: int
+    data: torch.Tensor
+    scratch: torch.Tensor
+
+
+def can_fill(call: Call) -> bool:
+    """Whether the operation's tensors are laid out as this module (and NCCL) wants them."""
+    return all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in call.contribution)
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def fill_from(
+    call: Call, one: Expected, recorded: Mapping[int, Recorded], compensate: Compensate | None = None
+) -> None:
+    """Fill the outputs of `call` on the current stream.
+
+    Args:
+        call: the operation.
+        one: what it meets in the recording.
+        recorded: payloads by source (group rank, COMBINED or OWN); empty where no values were recorded.
+        compensate: a quicker way, where there is one.
+    """
+    own = [flat_bytes(tensor) for tensor in call.contribution]
+    me = call.group.group_rank
+    if not recorded:
+        if call.op is Op.SCATTER and me == call.root:
+            _deliver(call, lambda member: own, lambda member: ())
+        elif call.op is not Op.BROADCAST:  # what this rank gives stands for what others gave, and zeros for the rest
+            _deliver(call, lambda member: own, lambda member: call.send_bytes or ())
+        return
+    if COMBINED in recorded:
+        _reduce(call, recorded[COMBINED], recorded.get(OWN), compensate)
+        return
+
+    def pieces(member: int) -> Pieces:
+        known = recorded.get(member) if call.op is Op.RECV or member != me else None
+        return own if known is None else [known.data]
+
+    _deliver(call, pieces, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+
+
+@torch.no_grad()
+def fill_alone(call: Call) -> bool:
+    """Fill the outputs of an operation in a group of one, on the current stream; False where the host has to."""
+    if not can_fill(call):
+        return False
+    own = [flat_bytes(tensor) for tensor in call.contribution]
+    _deliver(call, lambda member: own, lambda member: call.send_bytes or ())
+    return True
+
+
+def _deliver(call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]]) -> None:
+    for delivery in call.deliveries:
+        _copy(delivery.tensor, pieces(delivery.source) if delivery.source != COMBINED else pieces(0),
+              delivery.offset_bytes)  # fmt: skip
+    me = call.group.group_rank
+    for member, tensor in enumerate(call.receive_tensors or ()):
+        _copy(tensor, pieces(member), sum(send_bytes(member)[:me]))
+
+
+def _copy(target: torch.Tensor, pieces: Pieces, offset: int) -> None:
+    """Fill `target` from byte `offset` of `pieces` on; zeros where they end before it does."""
+    if target.numel() == 0:
+        return
+    if not target.is_contiguous():
+        (piece,) = (p for p in _cut(pieces, offset, target.nbytes))  # one message has one tensor
+        target.detach().copy_(piece.view(target.dtype).view(target.shape))
+        return
+    flat, at = flat_bytes(target), 0
+    for piece in _cut(pieces, offset, target.nbytes):
+        part = flat[at : at + piece.numel()]
+        if part.data_ptr() != piece.data_ptr():  # gathered in place
+            part.copy_(piece)
+        at += piece.numel()
+    if at < flat.numel():
+        flat[at:].zero_()
+
+
+def _cut(pieces: Pieces, offset: int, num_bytes: int) -> list[torch.Tensor]:
+    """`num_bytes` from `offset` on, in as many parts as there are; fewer where they end before."""
+    parts = []
+    for piece in pieces:
+        if num_bytes and offset < piece.numel():
+            part = piece[offset : offset + num_bytes]
+            parts.append(part)
+            num_bytes -= part.numel()
+            offset = 0
+        else:
+            offset = max(offset - piece.numel(), 0)
+    return parts
+
+
+def _reduce(call: Call, total: Recorded, then: Recorded | None, compensate: Compensate | None) -> None:
+    """The recorded result; elements that this rank contributes otherwise than then are compensated for it."""
+    position = 0
+    own = [flat_bytes(tensor) for tensor in call.contribution]
+    for delivery in call.deliveries:
+        output = delivery.tensor
+        size = output.nbytes
+        part = total.data[position : position + size]
+        position += size
+        if not size:
+            continue
+        live = _cut(own, delivery.offset_bytes, size)
+        start = delivery.offset_bytes - then.start if then is not None else -1
+        if then is None or start < 0 or start + size > then.data.numel() or len(live) != 1 or not _can_differ(call):
+            _copy(output, [part], 0)
+            continue
+        item = output.element_size()
+        mask = then.scratch[start // item : (start + size) // item].view(torch.bool)
+        was = then.data[start : start + size]
+        num_members = len(call.group.ranks)
+        is_flat = output.is_contiguous()
+        flat = output.detach().view(-1) if is_flat else was.view(output.dtype)
+        if is_flat and compensate is not None and compensate(flat, part, live[0], was, call.reduce_op, num_members):
+            continue
+        _compensate_flat(flat, part, live[0], was, mask, call.reduce_op, num_members=num_members)
+        if not is_flat:
+            output.detach().copy_(flat.view(output.shape))
+
+
+@torch.no_grad()
+def warm_up(memory: torch.Tensor) -> None:
+    """Run what compensates once on memory that nobody uses: loading a kernel waits for the whole device."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        parts = [memory[512 * i : 512 * i + dtype.itemsize] for i in range(3)]
+        if memory.numel() < 2048:
+            return
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            same = memory[1536:1537].view(torch.bool)
+            _compensate_flat(parts[0].view(dtype), parts[0], parts[1], parts[2], same, op, num_members=2)
+
+
+def _can_differ(call: Call) -> bool:
+    output = call.outputs[0]
+    if output.is_floating_point() and output.element_size() == 1:  # torch does not add them
+        return False
+    if call.reduce_op is ReduceOp.AVG:
+        return output.is_floating_point() or output.is_complex()
+    return call.reduce_op in _COMPENSATED and output.dtype is not torch.bool
+
+
+_COMPENSATED = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN})
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _compensate_flat(
+    output: torch.Tensor, result: torch.Tensor, live: torch.Tensor, then: torch.Tensor, same: torch.Tensor,
+    op: ReduceOp, *, num_members: int,
+) -> None:  # fmt: skip
+    """As emulate.py does on the host, but element by element: what is equal bit by bit stays as recorded to the bit.
+
+    `output` is flat; `result`, `live` and `then` are flat bytes; `then` and `same` (a byte each element) are used up.
+    """
+    dtype = output.dtype
+    bits = _BITS.get(output.element_size())
+    if bits is not None:
+        torch.eq(live.view(bits), then.view(bits), out=same)
+    else:
+        torch.eq(live.view(dtype), then.view(dtype), out=same)
+    total, mine, was = result.view(dtype), live.view(dtype), then.view(dtype)
+    if op is ReduceOp.MAX:
+        torch.maximum(total, mine, out=was)
+    elif op is ReduceOp.MIN:
+        torch.minimum(total, mine, out=was)
+    else:
+        torch.sub(mine, was, out=was)
+        if op is ReduceOp.AVG:
+            was.div_(num_members)
+        was.add_(total)
+    torch.where(same, total, was, out=output)

@@ -1,0 +1,329 @@
+"""The rank's side of holding its communication streams: issues an operation on the device and never blocks the host.
+
+Responsible for streams, events and the order of what they do; values are filling.py's, their way to the device
+devicepool.py's, and the time of each release the releaser's, in a process of its own.
+
+An operation is, on the program's stream: "arrived" written to the shared table.  On the communicator's stream (on the
+program's own where the program asked for no handle, as NCCL's backend does): wait for the outputs to be filled, wait
+for the release, write "done".  Filling comes before the release, so that it takes none of the operation's time; nobody
+may look at the outputs before the end.  It has a stream of the highest priority: its kernels would else wait for the
+products that the program computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from prism_sdk.errors import RunError, UnsupportedError
+from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.engine import BoundaryEngine
+from prism_sdk.runtime.manifest import Expected, Script
+from prism_sdk.runtime.oncuda import holdtable as fields
+from prism_sdk.runtime.oncuda.clock import Mark
+from prism_sdk.runtime.oncuda.compensating import Compensator
+from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
+from prism_sdk.runtime.oncuda.driver import Driver, DriverError
+from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
+from prism_sdk.runtime.oncuda.holdkernel import HoldKernel
+from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
+from prism_sdk.runtime.prefetch import Consumer
+from prismtrace import Op
+
+LATE_NS = 20_000
+"""A release that reached its stream so much after its time counts as late."""
+
+_POOL_BYTES = 4 << 30
+_READY_S = 60.0
+_LAST_S = 5.0
+
+
+class Held:
+    """An operation on its way on the device."""
+
+    def __init__(
+        self, number: int, handle: tuple[int, int], call: Call, scratch: list[torch.Tensor], posted: int
+    ) -> None:
+        self.number, self.handle = number, handle
+        self.scratch = scratch  # what NCCL would hold until the wait
+        self.placed: list[Placed] = []
+        self.posted = posted
+        self.end = Mark(posted)  # dated by the releaser
+        self.end.event = self.end.time_ns = None
+        self.is_done_event: Any = None
+        self.ties = False  # the tracer's mark is right before the arrival, on the same stream
+
+
+@dataclass
+class HoldCounts:
+    """How the operations on the device went."""
+
+    errors_ns: list[int] = field(default_factory=list)  # done less due
+    issue_ns: list[int] = field(default_factory=list)  # what the host took for each
+    num_late: int = 0
+    num_differing: int = 0
+    num_unpinned: int = 0
+    num_on_host: int = 0
+
+
+class StreamHold:
+    """Holds the communication streams of one rank on one device."""
+
+    def __init__(
+        self, table: HoldTable, engine: BoundaryEngine, script: Script, source: Consumer, device: torch.device,
+        options: Mapping[str, str],
+    ) -> None:  # fmt: skip
+        """Raises RunError where the device cannot be held so."""
+        self.device = device
+        self.counts = HoldCounts()
+        self._table, self._engine = table, engine
+        self._lock = threading.RLock()
+        self._driver = driver = Driver()
+        torch.cuda.current_stream(device).query()  # the context is there and current
+        self._flags = driver.register(ctypes.addressof(ctypes.c_char.from_buffer(table.map)), fields.TABLE_BYTES)
+        ring = source.memory()
+        try:
+            driver.register(ctypes.addressof(ctypes.c_char.from_buffer(ring)), len(ring))
+        except DriverError:
+            self.counts.num_unpinned = 1  # copies then go through the driver's own buffers
+        wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES)))
+        try:
+            address = driver.allocate(wanted)
+        except DriverError:  # of a device that is nearly full
+            wanted = pool_bytes_for(script, limit=0)
+            address = driver.allocate(wanted)
+        self.pool_bytes = wanted
+        memory = torch.as_tensor(_DeviceMemory(address, wanted), device=device)
+        warm_up(memory)
+        torch.cuda.synchronize(device)  # before anything is copied there
+        copier = _DeviceCopier(driver, memory.data_ptr(), device)
+        self.pool = DevicePool(memory, script, source, copier, reap=self.reap)
+        words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device)
+        self._words = words.view(torch.int32)
+        self._compensator: Compensator | None = None
+        with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
+            self._compensator = Compensator()
+        occupy = options.get("occupy", "off")
+        num_sms = 0 if occupy == "off" else int(occupy)
+        self._hold_kernel: HoldKernel | None = None
+        if num_sms:
+            self._hold_kernel = HoldKernel(self._words, num_sms)
+        self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
+        self._lanes: dict[int, int] = {}  # streams that arrive -> number
+        self._open: deque[Held] = deque()
+        self._await_releaser()
+
+    def _await_releaser(self) -> None:
+        until = time.monotonic() + _READY_S
+        while not self._table.is_ready:
+            if time.monotonic() > until:
+                raise RunError(f"the process that releases the rank's streams did not start within {_READY_S:.0f} s")
+            time.sleep(0.001)
+
+    # -- one operation ----------------------------------------------------------------------------------------------
+
+    def takes(self, call: Call, device: torch.device) -> bool:
+        """Whether this operation is held here; else the host holds it."""
+        if torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{call.op.name.lower()} of a group with virtual members is captured into a CUDA graph",
+                hint="a release belongs to one moment, a graph is replayed: emulate without capturing communication",
+            )
+        is_taken = device == self.device and can_fill(call)
+        self.counts.num_on_host += not is_taken
+        return is_taken
+
+    def issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], *, posted: int) -> Held:
+        """Put an operation on the device; `first` is its first payload, `posted` the tracer's mark of the call."""
+        started = time.monotonic_ns()
+        with self._lock, torch.no_grad():
+            held = self._issue(call, one, first, handle, posted)
+        self.counts.issue_ns.append(time.monotonic_ns() - started)
+        return held
+
+    def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
+        table, driver = self._table, self._driver
+        current = torch.cuda.current_stream(self.device)
+        stream, fill = self._side(call, current)
+        scratch = nccl_scratch(call, self.device)
+        self.make_room()
+        lane = self._lanes.setdefault(current.cuda_stream, len(self._lanes))
+        number = table.append(fields.HELD, handle, lane=lane)
+        ticket = table.ticket(number)
+        held = Held(number, handle, call, scratch, posted)
+        self._engine.post_later(handle, lambda: table.posted(number))
+        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket, is_fenced=False)
+        held.ties = isinstance(posted, Mark) and getattr(posted, "stream", current.cuda_stream) == current.cuda_stream
+        arrived = current.record_event()
+        if one.sources:
+            held.placed = self.pool.take(first, len(one.sources))
+        if call.deliveries or call.receive_tensors:
+            fill.wait_event(arrived)
+            with torch.cuda.stream(fill):
+                self.pool.let_wait(held.placed)
+                recorded = map(self._recorded, held.placed)
+                fill_from(call, one, dict(zip(one.sources, recorded, strict=True)), self._compensate_for(number))
+                place_scratch(call, scratch)
+            arrived = fill.record_event()
+        stream.wait_event(arrived)
+        self._hold(call, stream, number)
+        driver.stream_write(stream.cuda_stream, self._at(number, fields.DONE), ticket)
+        held.is_done_event = stream.record_event()
+        self._open.append(held)
+        self.pool.pump()
+        return held
+
+    def _hold(self, call: Call, stream: Any, number: int) -> None:
+        ticket = HoldTable.ticket(number)
+        if self._hold_kernel is None:
+            self._driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
+            return
+        with torch.cuda.stream(stream):
+            self._hold_kernel.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
+
+    def _compensate_for(self, number: int) -> Compensate | None:
+        compensator, ticket = self._compensator, HoldTable.ticket(number)
+        if compensator is None:
+            return None
+        word = HoldTable.word(number, fields.DIFFERS)
+        differs = self._words[word : word + 1]
+        return lambda output, result, live, then, op, num: compensator(
+            output, result, live, then, op, num, differs, ticket
+        )
+
+    def _recorded(self, placed: Placed) -> Recorded:
+        return Recorded(placed.want.start, self.pool.bytes_of(placed), self.pool.scratch_of(placed))
+
+    def _at(self, number: int, word: int) -> int:
+        return self._flags + 4 * HoldTable.word(number, word)
+
+    def _side(self, call: Call, current: Any) -> tuple[Any, Any]:
+        """The stream that an operation holds, and the one that fills.
+
+        There is a pair for each group, and for each direction between two ranks. An operation without a handle holds
+        the current stream.
+        """
+        key: tuple[int, ...] = (call.group.group_id,)
+        if call.is_p2p:
+            key = (*key, call.peer if call.peer is not None else -1, call.op is Op.SEND)
+        known = self._sides.get(key)
+        if known is None:
+            known = self._sides[key] = self._urgent_stream(), self._urgent_stream()
+        return known if call.is_async else (current, known[1])
+
+    def _urgent_stream(self) -> Any:
+        return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
+
+    def wait(self, held: Held, call: Call) -> None:
+        """The current stream goes on behind the operation; for a barrier so does the host, as with NCCL."""
+        held.scratch = []
+        torch.cuda.current_stream(self.device).wait_event(held.is_done_event)
+        if call.op is Op.BARRIER:
+            held.is_done_event.synchronize()
+
+    def see(self, held: Held) -> None:
+        """A further wait, which may come from another stream."""
+        torch.cuda.current_stream(self.device).wait_event(held.is_done_event)
+
+    def is_done(self, held: Held) -> bool:
+        """Whether the device has passed the operation's end."""
+        return self._table.is_done(held.number) or held.number < self._oldest
+
+    @property
+    def _oldest(self) -> int:
+        return self._open[0].number if self._open else self._table.issued
+
+    # -- what is over -----------------------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """Wait until the table has a slot for one entry more."""
+        self.reap()
+        while not self._table.is_free(self._table.issued):
+            time.sleep(0.00002)
+            self.reap()
+
+    def reap(self) -> None:
+        """Take note of operations that are done: their places in the pool are free, and they get their times."""
+        with self._lock:
+            while self._open and (ended := self._table.done_at(self._open[0].number)):
+                held = self._open.popleft()
+                self.pool.hand_back(held.placed)
+                longs, at = self._table.longs, self._table.long(held.number, 0)
+                due = longs[at + fields.DUE]
+                error = ended - due
+                self._engine.know(held.handle, due_ns=due)
+                self.counts.errors_ns.append(error)
+                self.counts.num_late += error > LATE_NS
+                self.counts.num_differing += self._table.differs(held.number)
+                held.end.time_ns = ended
+                if held.ties and isinstance(held.posted, Mark):
+                    held.posted.seen_ns = longs[at + fields.POSTED]
+                held.placed = []
+
+    def finish(self, *, is_complete: bool) -> None:
+        """The program has ended: see the last operations through, or let go of whatever is held."""
+        if is_complete:
+            torch.cuda.synchronize(self.device)
+            until = time.monotonic() + _LAST_S
+            while self._open and time.monotonic() < until:
+                self.reap()
+        else:
+            self._table.abandon()
+        self._table.close()
+        for held in self._open:
+            if held.end.time_ns is None:
+                held.end.time_ns = time.monotonic_ns()
+
+    def summary(self, on_host: int) -> dict[str, object]:
+        """Facts for the trace's metadata; `on_host`: reductions that the host compensated."""
+        errors = sorted(self.counts.errors_ns)
+        sizes = sorted(map(abs, errors))
+        last = len(sizes) - 1
+        return {
+            "reductions_compensated": self.counts.num_differing + on_host,
+            "held_operations": len(errors), "held_on_host": self.counts.num_on_host,
+            "release_error_median_ns": errors[last // 2] if errors else 0,
+            "release_error_p99_ns": sizes[last * 99 // 100] if sizes else 0,
+            "release_error_max_ns": sizes[-1] if sizes else 0, "releases_late": self.counts.num_late,
+            "hold_issue_median_ns": sorted(self.counts.issue_ns)[last // 2] if errors else 0,
+            "device_pool_bytes": self.pool_bytes, "ring_is_pinned": int(not self.counts.num_unpinned),
+            "prefetch_hits": self.pool.hits, "prefetch_misses": self.pool.misses,
+            "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,
+        }  # fmt: skip
+
+
+class _DeviceMemory:
+    """A block of device memory that torch takes over as it is."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+class _DeviceCopier:
+    """Copies into the pool on a stream of low priority (implements devicepool.Copier)."""
+
+    def __init__(self, driver: Driver, base: int, device: torch.device) -> None:
+        self._driver, self._base, self._device = driver, base, device
+        self._stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=False), device=device)
+
+    def copy(self, offset: int, source: memoryview) -> Any:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(source))
+        self._driver.copy_in(self._stream.cuda_stream, self._base + offset, address, len(source))
+        return self._stream.record_event()
+
+    def is_done(self, token: Any) -> bool:
+        return bool(token.query())
+
+    def let_wait(self, token: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(token)

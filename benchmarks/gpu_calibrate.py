@@ -81,8 +81,8 @@ def describe(path: Path, real: list[float], *, is_bound: bool) -> bool:
             moves = steps & np.isin(units.kind, [UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV])
             whole = whole and bool((provenance[computes] == 1).all()) and bool((provenance[moves] > 0).all())
     errors = [round(100 * (predicted / ms - 1), 2) for ms in real]
-    print(f"   predicted {predicted:.3f} ms ({facts['calibration.interval_ns']} ns), transfers of "
-          f"{facts['calibration.transfers']}; errors against the observed runs {errors} %; whole: {whole}", flush=True)  # fmt: skip
+    print(f"   predicted {predicted:.3f} ms ({facts['calibration.interval_ns']} ns), whole: {whole}; transfers of "
+          f"{facts['calibration.transfers']}; errors against the observed runs {errors} %", flush=True)  # fmt: skip
     return whole and (not is_bound or abs(predicted / float(np.mean(real)) - 1) < TOLERANCE)
 
 

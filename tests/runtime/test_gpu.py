@@ -1,4 +1,4 @@
-"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_checks.py, gpu_hold.py, gpu_calibrate.py."""
+"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_{checks,hold,calibrate}.py."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def describe(path: Path, real: list[float], *, is_bound: bool) -> bool:
         whole = True
         for rank in reader.ranks:
             units = reader.units(rank)
-            steps = units.step > 0
+            steps = np.isin(units.step, reader.steps(rank).step[1:])
             provenance = np.asarray(units["prism.provenance"])
             computes = steps & (units.kind == UnitKind.COMPUTE)
             moves = steps & np.isin(units.kind, [UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV])

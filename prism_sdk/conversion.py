@@ -127,11 +127,11 @@ def _check_output(output: Path, sources: Sequence[Path], *, overwrite: bool) -> 
     if output.exists() and not output.is_dir() and not overwrite:
         raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
     if not output.absolute().parent.is_dir():
-        raise OutputError(str(output), reason=f"there is no folder {output.absolute().parent}")
+        raise UsageError(f"there is no folder {output.parent}", hint="create it first")
 
 
 def _installed(kind: str, known: Mapping[str, Any]) -> str:
-    listing = "; ".join(f"{name} ({item.description})" for name, item in sorted(known.items()))
+    listing = "".join(f"\n    {name}: {item.description}" for name, item in sorted(known.items()))
     return f"installed {kind}: {listing or 'none'}"
 
 

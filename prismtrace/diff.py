@@ -5,6 +5,7 @@ Does not judge: `prism compare` holds an emulation against a real run, this only
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from types import MappingProxyType
@@ -38,6 +39,7 @@ from prismtrace.structure import (
 )
 from prismtrace.tables import Table, UnitTable
 from prismtrace.timing import TimingChange, timing_changes
+from prismtrace.wording import counted
 
 _TIME_COLUMNS: Final = ("start_ns", "end_ns", "transfer_ns", "gap_ns")
 _PAYLOAD_COLUMNS: Final = ("payload_in", "payload_out")
@@ -117,8 +119,8 @@ class _Diff:
         in_a, in_b = (reader._index.rank_set for reader in (a, b))
         single = sorted(in_a ^ in_b)
         for rank in single[: found.max_items]:  # of a million, maybe
-            units = (f"{a.num_units(rank)} units", None) if rank in in_a else (None, f"{b.num_units(rank)} units")
-            found.add("ranks", f"rank {rank}", *units)
+            units = counted((a if rank in in_a else b).num_units(rank), "unit")
+            found.add("ranks", f"rank {rank}", *((units, None) if rank in in_a else (None, units)))
         found.counts["ranks"] += max(len(single) - found.max_items, 0)
         for key in sorted(set(a.metadata) | set(b.metadata)):
             before, after = a.metadata.get(key), b.metadata.get(key)
@@ -266,7 +268,7 @@ class _Diff:
                     )
         if self._wants("scalars"):
             labels = [f"step {step} loss" for step in numbers.tolist()]
-            self._values(rank, labels, a.loss[in_a], b.loss[in_b])
+            self._values(rank, labels, a.loss[in_a], b.loss[in_b], absent_is_nan=True)
 
     def _scalars(self, rank: int, a: Any, b: Any) -> None:
         if not self._wants("scalars"):
@@ -286,21 +288,26 @@ class _Diff:
         common = [key for key in sides[0] if key in sides[1]]
         names = [f"step {step} {name} #{place}" for step, name, place in common]
         values = [np.array([side[key] for key in common], np.float64) for side in sides]
-        self._values(rank, names, *values)
+        self._values(rank, names, *values, absent_is_nan=False)
 
-    def _values(self, rank: int, names: list[str], a: NDArray[np.float64], b: NDArray[np.float64]) -> None:
+    def _values(
+        self, rank: int, names: list[str], a: NDArray[np.float64], b: NDArray[np.float64], *, absent_is_nan: bool
+    ) -> None:
         """Compares floats bit by bit, and remembers the largest difference."""
         bits = [np.ascontiguousarray(values).view(np.int64) for values in (a, b)]
         rows = np.flatnonzero((bits[0] != bits[1]) & ~(np.isnan(a) & np.isnan(b)))
         if not len(rows):
             return
         with np.errstate(invalid="ignore"):
-            sizes = np.nan_to_num(np.abs(a[rows] - b[rows]), nan=np.inf)
-        largest = int(np.argmax(sizes))
-        self._found.largest = max(self._found.largest or 0.0, float(sizes[largest]))
+            sizes = np.abs(a[rows] - b[rows])
+        both = np.isfinite(sizes)
+        if both.any():
+            self._found.largest = max(self._found.largest or 0.0, float(sizes[both].max()))
+        largest = int(np.argmax(np.where(both, sizes, np.inf)))
         where = f"rank {rank}, {names[rows[largest]]} (the largest of {len(rows)})"
-        pair = float(a[rows[largest]]), float(b[rows[largest]])
-        self._found.add("scalars", where, *pair, number=len(rows))
+        pair = (float(side[rows[largest]]) for side in (a, b))
+        texts = ("absent" if absent_is_nan and math.isnan(value) else str(value) for value in pair)
+        self._found.add("scalars", where, *texts, number=len(rows))
 
     def _named_columns(self, kind: TableKind, rank: int, a: Table, b: Table) -> None:
         """Columns that the registry does not name."""
@@ -333,7 +340,7 @@ class _Diff:
         edits = compare(*hashes)
         if edits is not None:
             number = edits.num_added + edits.num_removed + edits.num_changed
-            self._found.add("events", what, f"{len(a)} rows", f"{len(b)} rows", number=number)
+            self._found.add("events", what, counted(len(a), "row"), counted(len(b), "row"), number=number)
         elif self._wants("times"):
             times = [row_hashes(table, [name for name in names if name in _EVENT_TIMES]) for table in (a, b)]
             self._found.counts["times"] += int(np.count_nonzero(times[0] != times[1]))

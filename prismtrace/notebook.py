@@ -9,6 +9,8 @@ import html
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from prismtrace.wording import counted
+
 if TYPE_CHECKING:
     from prismtrace.tables import Table
 
@@ -65,7 +67,7 @@ class TableFrames:
         table: Table = self  # type: ignore[assignment]
         header, rows = frames.first_rows(table, limit=_MAX_ROWS)
         left = len(table) - len(rows)
-        caption = f"{type(self).__name__} of rank {table.rank}: {len(table)} rows"
+        caption = f"{type(self).__name__} of rank {table.rank}: {counted(len(table), 'row')}"
         return html_table(caption, header, rows, rest=f"and {left} more rows" if left > 0 else "")
 
 
@@ -118,7 +120,8 @@ class ReaderFrames:
             span = reader.step_range(rank)
             rows.append((rank, reader.num_units(rank), "" if span is None else f"{span[0]} to {span[1]}",
                          reader.num_steps(rank), reader.num_events(rank), reader.role_of(rank)))  # fmt: skip
-        caption = f"{reader.path}: {reader.graph_kind.name.lower()} graph, {len(ranks)} of {reader.world_size} ranks"
+        world = counted(reader.world_size, "rank")
+        caption = f"{reader.path}: {reader.graph_kind.name.lower()} graph, {len(ranks)} of {world}"
         left = len(ranks) - len(rows)
         made = html_table(caption, ("rank", "units", "steps", "step rows", "events", "role"), rows,
                           rest=f"and {left} more ranks" if left > 0 else "")  # fmt: skip

@@ -26,7 +26,7 @@ class Source:
     def read_at(self, offset: int, length: int) -> memoryview:
         """Exactly `length` bytes from `offset`; TraceTruncatedError when they are not there."""
         if offset < 0 or length < 0 or offset + length > self.size:
-            message = f"{length} bytes wanted, the file ends at byte {self.size}"
+            message = f"{length} bytes wanted, the file has {self.size}"
             raise TraceTruncatedError(message, path=self.name, offset=offset)
         return self._read(offset, length)
 

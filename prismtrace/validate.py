@@ -21,6 +21,7 @@ from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind,
 from prismtrace.reader import TraceReader
 from prismtrace.source import TraceInput
 from prismtrace.tables import EventTable, StepTable, Table, TrackTable, UnitTable
+from prismtrace.wording import counted
 from prismtrace.writer import payload_digest
 
 _COMMUNICATION: Final = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
@@ -63,7 +64,8 @@ def finding(code: str, message: str, where: str) -> Finding:
 
 def _unreadable(error: PrismTraceError) -> Finding:
     offset = getattr(error, "offset", None)
-    message = error.message if isinstance(error, TraceFormatError) else str(error)  # `where` has the offset
+    message = error.message if isinstance(error, TraceFormatError) else str(error)
+    message = message.removeprefix(f"{getattr(error, 'path', '')}: ")  # `where` has the offset; who asks knows the file
     return finding("PT001", message, "file" if offset is None else f"byte {offset}")
 
 
@@ -77,13 +79,14 @@ def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
         try:
             yield from _rank(reader, rank, matching, waits, missing)
         except TraceFormatError as error:
-            yield [finding("PT003", error.message, f"rank {rank}, byte {error.offset}")]
+            where = f"rank {rank}" if error.offset is None else f"rank {rank}, byte {error.offset}"
+            yield [finding("PT003", error.message, where)]
             matching.incomplete = True
     yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
     if not matching.incomplete:
-        yield [finding("PT034", cycle.text, f"{len(cycle.ranks)} ranks") for cycle in waits.cycles()]
+        yield [finding("PT034", cycle.text, counted(len(cycle.ranks), "rank")) for cycle in waits.cycles()]
     for digest, count in missing.items():
-        yield [finding("PT050", f"payload {digest.hex()} is not in the file", f"{count} units")]
+        yield [finding("PT050", f"payload {digest.hex()} is not in the file", counted(count, "unit"))]
     for name, digest in reader.attachments.items():
         if not reader.has_payload(digest):
             yield [finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")]
@@ -104,7 +107,7 @@ def _groups(reader: TraceReader) -> list[Finding]:
         if outside:
             found.append(finding("PT010", f"member {outside[0]} in a world of {world}", where))
     found.extend(
-        finding("PT010", f"rank {rank} in a world of {world}", f"rank {rank}")
+        finding("PT010", f"the world has {counted(world, 'rank')}", f"rank {rank}")
         for rank in reader.ranks
         if world and rank >= world
     )
@@ -184,7 +187,7 @@ def _events(events: EventTable, tracks: TrackTable, units: UnitTable) -> Iterato
         (events.kind > max(EventKind), "PT026", "unknown kind of event"),
         (timed & (events.end_ns < events.start_ns), "PT041", "ends before it starts"),
         (strays, "PT042", f"the rank has {len(tracks)} tracks"),
-        (lost, "PT043", f"the rank has {len(units)} units"),
+        (lost, "PT043", f"the rank has {counted(len(units), 'unit')}"),
     ):
         rows = np.flatnonzero(bad)
         if len(rows):
@@ -234,7 +237,7 @@ class _UnitChecks:
                 self._report("PT012", rows, f"group {group_id} is unknown")
                 continue
             if rank not in group.ranks:
-                self._report("PT013", rows, f"rank {rank} is no member of group {group_id}")
+                self._report("PT013", rows, f"the rank is no member of group {group_id}")
             peers = rows & (units.peer != ABSENT32) & ~np.isin(units.peer, np.array(group.ranks, np.int32))
             self._report("PT014", peers, f"a peer is no member of group {group_id}")
         world = reader.world_size

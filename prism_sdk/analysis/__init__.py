@@ -10,7 +10,8 @@ its source. ``docs/analysis.md`` shows how to use it.
     pipeline     the bubble of each stage beside its formula
     critical     the critical path across ranks, and slack
     stragglers   who makes others wait, and the cause
-    balance      how evenly all-to-alls load experts
+    balance      how evenly all-to-alls and routers load experts
+    layers       what each layer or FSDP unit costs
     memory       high waters, and what is held at the peak
     variation    within a run, and from run to run
     frames       results as tables in notebooks and as data frames
@@ -18,12 +19,13 @@ its source. ``docs/analysis.md`` shows how to use it.
     overview     analyze(): all of it;  text  as tables
 """
 
-from prism_sdk.analysis.balance import GroupBalance, moe_balance
+from prism_sdk.analysis.balance import ExpertLoad, GroupBalance, expert_loads, moe_balance
 from prism_sdk.analysis.bandwidth import Bandwidth, bandwidths, bus_factor
 from prism_sdk.analysis.breakdown import PARTS, Breakdown, breakdown_of
 from prism_sdk.analysis.critical import CriticalPath, PathSegment, Times, critical_path, slack_ns
 from prism_sdk.analysis.difference import Contribution, Explanation, explain
 from prism_sdk.analysis.job import Job, StepWindows, load_job
+from prism_sdk.analysis.layers import LayerCost, layer_costs
 from prism_sdk.analysis.memory import RankMemory, memory_of
 from prism_sdk.analysis.overview import Analysis, analyze
 from prism_sdk.analysis.pipeline import Pipeline, StageBubble, pipeline_of
@@ -36,9 +38,11 @@ __all__ = [
     "Breakdown",
     "Contribution",
     "CriticalPath",
+    "ExpertLoad",
     "Explanation",
     "GroupBalance",
     "Job",
+    "LayerCost",
     "PARTS",
     "PathSegment",
     "Pipeline",
@@ -55,7 +59,9 @@ __all__ = [
     "breakdown_of",
     "bus_factor",
     "critical_path",
+    "expert_loads",
     "explain",
+    "layer_costs",
     "load_job",
     "memory_of",
     "moe_balance",

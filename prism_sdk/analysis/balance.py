@@ -1,9 +1,12 @@
-"""Says how evenly experts are loaded, from the sizes of all-to-alls. It knows no router and no model.
+"""Says how evenly experts are loaded, from the sizes of all-to-alls and the routers' counts. It knows no model.
 
 The load of a member is what it receives: the sum of ``splits_out``, else ``num_elements_out``. For one operation with
 members' loads L: *imbalance* = max(L) / mean(L), 1 when even: by this factor the most loaded member's experts have more
 to do than with even routing. *Variation* = standard deviation / mean, the coefficient whose square is the load loss of
 Shazeer et al., "Outrageously Large Neural Networks" (ICLR 2017).
+
+Where adapters noted ``moe.tokens_per_expert``, the loads L are also known for each expert of a layer: the tokens that
+all ranks of one step and microbatch routed to it, over all copies that data parallelism keeps of it.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prismtrace import ABSENT, Op, TraceReader
+from prismtrace import ABSENT, ABSENT32, Op, TraceReader
 
-__all__ = ["GroupBalance", "moe_balance"]
+__all__ = ["ExpertLoad", "GroupBalance", "expert_loads", "moe_balance"]
+
+_TOKENS = "moe.tokens_per_expert"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,4 +88,73 @@ def _of_group(
         imbalance=float(imbalance.mean()), variation=float((table.std(axis=1) / mean).mean()),
         worst_imbalance=float(imbalance[worst]), worst_seq=sorted(whole)[worst],
         shares=tuple((table.sum(axis=0) / table.sum()).tolist()),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """The experts of one layer; None: the router's units have no layer."""
+
+    layer: str | None
+    #: (E,) tokens that each expert got, over all ranks and steps; a token counts once for each of its experts.
+    tokens: tuple[int, ...]
+    num_ranks: int
+    #: Microbatches, each of all ranks together, over which the means go.
+    num_routings: int
+    #: Largest over mean load, mean and largest over the routings.
+    imbalance: float
+    worst_imbalance: float
+
+
+def expert_loads(
+    source: str | os.PathLike[str] | TraceReader, *, ranks: Sequence[int] | None = None, steps: range | None = None
+) -> tuple[ExpertLoad, ...]:
+    """What routers decided, layer by layer, the least even first; () where no adapter noted it."""
+    if not isinstance(source, TraceReader):
+        with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
+            return expert_loads(reader, ranks=ranks, steps=steps)
+    # layer -> step, microbatch and how many times before in it -> tokens of each expert
+    found: dict[str | None, dict[tuple[int, int, int], npt.NDArray[np.int64]]] = {}
+    members: dict[str | None, set[int]] = {}
+    for rank in sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks)):
+        seen: dict[tuple[str | None, int, int], int] = {}
+        for layer, step, microbatch, counts in _routings(source, rank, steps):
+            times = seen[layer, step, microbatch] = seen.get((layer, step, microbatch), -1) + 1
+            before = found.setdefault(layer, {}).setdefault((step, microbatch, times), np.zeros(0, dtype=np.int64))
+            total = np.zeros(max(len(before), len(counts)), dtype=np.int64)
+            total[: len(before)] += before
+            total[: len(counts)] += counts
+            found[layer][step, microbatch, times] = total
+            members.setdefault(layer, set()).add(rank)
+    loads = [_of_layer(layer, list(routings.values()), len(members[layer])) for layer, routings in found.items()]
+    return tuple(sorted((load for load in loads if load is not None), key=lambda load: -load.imbalance))
+
+
+def _routings(
+    reader: TraceReader, rank: int, steps: range | None
+) -> Iterator[tuple[str | None, int, int, npt.NDArray[np.int64]]]:
+    """Layer, step, microbatch (-1: unknown) and tokens of each expert, in the order of the program."""
+    for part in reader.iter_units(rank, steps=steps, columns=["step", "microbatch", "prism.layer", _TOKENS]):
+        columns: dict[str, Any] = dict(part.columns())
+        if _TOKENS not in columns:
+            continue
+        layers = columns.get("prism.layer")
+        for row, counts in enumerate(columns[_TOKENS]):
+            if counts is not None and len(counts):
+                microbatch = int(part.microbatch[row])
+                yield (
+                    None if layers is None else layers[row], int(part.step[row]),
+                    -1 if microbatch == ABSENT32 else microbatch, np.asarray(counts, dtype=np.int64),
+                )  # fmt: skip
+
+
+def _of_layer(layer: str | None, routings: list[npt.NDArray[np.int64]], num_ranks: int) -> ExpertLoad | None:
+    num_experts = max(map(len, routings))
+    table = np.array([np.pad(one, (0, num_experts - len(one))) for one in routings if one.sum()], dtype=np.float64)
+    if not len(table):
+        return None
+    imbalance = table.max(axis=1) / table.mean(axis=1)
+    return ExpertLoad(
+        layer=layer, tokens=tuple(int(one) for one in table.sum(axis=0)), num_ranks=num_ranks, num_routings=len(table),
+        imbalance=float(imbalance.mean()), worst_imbalance=float(imbalance.max()),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphError, JobGraph, measure
 from prism_sdk.graph.job import COLUMN_TYPES, read_columns
+from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, GraphKind, TraceReader, UnitKind
 
 __all__ = ["Job", "StepWindows", "blocking_rows", "load_job"]
@@ -147,7 +148,7 @@ def load_job(
         raise UsageError(f"{reader.path}: no unit has a time",
                          hint="a bare graph has none: calibrate it, or observe the job")  # fmt: skip
     if reader.world_size > len(with_units):
-        notes.append(f"{len(with_units)} of {reader.world_size} ranks are analysed")
+        notes.append(f"{len(with_units)} of {counted(reader.world_size, 'rank')} are analysed")
     completion = _completions(graph)
     arrival = _arrivals(graph, completion)
     num_unknown = int(((completion != ABSENT) & (arrival == ABSENT)).sum())

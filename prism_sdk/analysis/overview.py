@@ -9,17 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from prism_sdk.analysis.balance import GroupBalance, moe_balance
+from prism_sdk.analysis.balance import ExpertLoad, GroupBalance, expert_loads, moe_balance
 from prism_sdk.analysis.bandwidth import Bandwidth, bandwidths
 from prism_sdk.analysis.breakdown import MAX_GAP_NS, PARTS, Breakdown, breakdown_of
 from prism_sdk.analysis.critical import CriticalPath, Times, critical_path
 from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import MAX_ROWS, Job, load_job
+from prism_sdk.analysis.layers import LayerCost, layer_costs
 from prism_sdk.analysis.memory import RankMemory, memory_of
 from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
 from prism_sdk.analysis.stragglers import Stragglers, stragglers_of
 from prism_sdk.analysis.variation import Variation, variation_of_jobs
 from prism_sdk.graph import GraphDeadlockError
+from prism_sdk.wording import counted
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Analysis", "analyze"]
@@ -40,6 +42,8 @@ class Analysis(ResultFrames):
     critical_path: CriticalPath | None
     stragglers: Stragglers
     balance: tuple[GroupBalance, ...]
+    layers: tuple[LayerCost, ...]
+    experts: tuple[ExpertLoad, ...]
     memory: tuple[RankMemory, ...]
     notes: tuple[str, ...]
 
@@ -116,6 +120,8 @@ class Analysis(ResultFrames):
             },
             "stragglers": self.stragglers,
             "moe_balance": self.balance,
+            "layers": self.layers,
+            "experts": self.experts,
             "memory": [
                 {name: getattr(item, name) for name in ("rank", "peak_bytes", "peak_unit", "peak_step", "peak_phase",
                                                         "peak_time_ns", "microbatches_held", "bytes_per_microbatch")}
@@ -172,10 +178,10 @@ def analyze(
         if is_large:
             report(what)
 
-    say(f"reading {len(chosen)} ranks of {source.path}")
+    say(f"reading {counted(len(chosen), 'rank')} of {source.path}")
     job = load_job(source, ranks=ranks, steps=steps, max_rows=max_rows)
     notes = list(job.notes)
-    say(f"dividing the steps of {len(job.graph)} units")
+    say(f"dividing the steps of {counted(len(job.graph), 'unit')}")
     parts = breakdown_of(job, max_gap_ns=max_gap_ns)
     path: CriticalPath | None = None
     if job.is_matched or len(job.ranks) == 1:
@@ -200,6 +206,7 @@ def analyze(
         job=job, breakdown=parts,
         variation=variation_of_jobs([job, *(load_job(path, ranks=ranks, steps=steps) for path in repeats)]),
         bandwidths=bandwidths(job), pipeline=found_pipeline, critical_path=path, stragglers=stragglers_of(job, parts),
-        balance=moe_balance(source, ranks=job.ranks, steps=window) if has_all_to_alls else (), memory=held,
+        balance=moe_balance(source, ranks=job.ranks, steps=window) if has_all_to_alls else (),
+        layers=layer_costs(source, job), experts=expert_loads(source, ranks=job.ranks, steps=window), memory=held,
         notes=tuple(notes),
     )  # fmt: skip

@@ -6,6 +6,8 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from prism_sdk.wording import counted
+
 if TYPE_CHECKING:
     from prism_sdk.analysis.difference import Explanation
     from prism_sdk.analysis.overview import Analysis
@@ -58,8 +60,9 @@ def _tables(a: Analysis) -> Iterator[Table]:
         p = a.pipeline
         rows = [[str(s.stage), _ranks(s.ranks), ms(s.busy_ns), ms(s.bubble_ns), f"{s.bubble_ratio:.4f}",
                  f"{p.expected_ratio:.4f}"] for s in p.stages]  # fmt: skip
-        title = (f"pipeline: {p.num_stages} stages, {p.num_microbatches} microbatches, {p.num_chunks} chunks a stage; "
-                 "bubble / busy beside (p - 1) / (v m)")  # fmt: skip
+        microbatches = counted(p.num_microbatches, "microbatch", "microbatches")
+        title = (f"pipeline: {counted(p.num_stages, 'stage')}, {microbatches}, "
+                 f"{counted(p.num_chunks, 'chunk')} a stage; bubble / busy beside (p - 1) / (v m)")  # fmt: skip
         yield title, ("stage", "ranks", "busy ms", "bubble ms", "ratio", "formula"), rows
     rows = [[str(r.rank), "-" if r.stage is None else str(r.stage), r.cause or "-", f"{r.num_last}/{r.num_collectives}",
              ms(r.caused_wait_ns), ms(r.excess_compute_ns), ms(r.stage_excess_ns), ms(r.excess_network_ns),
@@ -77,11 +80,30 @@ def _tables(a: Analysis) -> Iterator[Table]:
             for b in a.balance[:_MAX_ROWS]]  # fmt: skip
     yield ("balance of all-to-alls (largest load over mean)",
            ("group", "times", "imbalance", "variation", "worst", "most loaded rank"), rows)  # fmt: skip
+    rows = [[one.layer or "no layer", str(one.num_ranks), ms(one.forward_ns), ms(one.backward_ns), ms(one.waiting_ns),
+             _share(one.time_ns, step), ms(one.communication_ns), f"{one.communication_bytes:,.0f}"]
+            for one in a.layers[:_MAX_ROWS]]  # fmt: skip
+    yield ("layers (a step, mean over the ranks that have them; share: computing and waiting)",
+           ("layer", "ranks", "forward ms", "backward ms", "waiting ms", "share", "communication ms", "bytes"),
+           rows)  # fmt: skip
+    rows = [[one.layer or "no layer", str(one.num_ranks), str(one.num_routings),
+             f"{one.imbalance:.3f}", f"{one.worst_imbalance:.3f}", _tokens(one.tokens)]
+            for one in a.experts[:_MAX_ROWS]]  # fmt: skip
+    yield ("experts (largest load over mean, by microbatch; share of tokens by expert)",
+           ("layer", "ranks", "microbatches", "imbalance", "worst", "tokens of experts"), rows)  # fmt: skip
     most = sorted(a.memory, key=lambda m: -m.peak_bytes)[:_MAX_ROWS]
     rows = [[str(m.rank), f"{m.peak_bytes:,}", "-" if m.peak_step is None else str(m.peak_step), m.peak_phase or "-",
              str(len(m.microbatches_held)), "-" if m.bytes_per_microbatch is None else f"{m.bytes_per_microbatch:,.0f}"]
             for m in most]  # fmt: skip
     yield ("memory peaks", ("rank", "bytes", "step", "phase", "microbatches held", "bytes a microbatch"), rows)
+
+
+def _tokens(tokens: Sequence[int]) -> str:
+    """The share of each expert; of many, those of the three that have most and the one that has least."""
+    order = sorted(range(len(tokens)), key=lambda expert: -tokens[expert])
+    shown = range(len(tokens)) if len(tokens) <= 8 else [*order[:3], order[-1]]
+    shares = [f"{expert}: {_share(tokens[expert], sum(tokens))}" for expert in shown]
+    return ", ".join(shares if len(tokens) <= 8 else [*shares[:3], "...", shares[3]])
 
 
 def _gb(value: float | None) -> str:
@@ -102,7 +124,8 @@ def format_analysis(analysis: Analysis) -> str:
     """The tables of an analysis, and its notes."""
     job = analysis.job
     overlap = analysis.breakdown.overlap_ratio
-    head = f"{job.path}: {job.graph.graph_kind.name.lower()} graph, {len(job.ranks)} of {job.graph.world_size} ranks"
+    ranks = f"{len(job.ranks)} of {counted(job.graph.world_size, 'rank')}"
+    head = f"{job.path}: {job.graph.graph_kind.name.lower()} graph, {ranks}"
     if overlap is not None:
         head += f", {100 * overlap:.1f} % of communication hidden by computing"
     notes = "\n".join(["notes", *(f"  - {note}" for note in analysis.notes)]) if analysis.notes else ""

@@ -28,8 +28,8 @@ from prism_sdk.abc import (
     ReplaySession,
 )
 from prism_sdk.builtin.local import LocalSession
-from prism_sdk.errors import UsageError
 from prism_sdk.hookspecs import hookimpl
+from prism_sdk.interop.options import at_least
 
 if TYPE_CHECKING:
     from prism_sdk.runtime.carry import Carrier
@@ -88,7 +88,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     from prism_sdk.runtime.virtual import VirtualFacts
 
     sandbox = tuple(context.sandbox)
-    lead_ns = _number(context, "lead_us", _LEAD_US) * 1000
+    lead_ns = at_least(context.options, "lead_us", default=_LEAD_US, low=0) * 1000
     groups = {
         one.group_id: one.group_ranks
         for rank in sandbox
@@ -101,7 +101,7 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     facts = VirtualFacts(
         graph=context.graph_path, folder=context.work_dir, sandbox=sandbox, groups=groups, board_fd=context.board_fd,
         same_fd=same_fd, control_fds=tuple(theirs.fileno() for _, theirs in pairs), cpus=tuple(context.cpus),
-        limit_bytes=_number(context, "prefetch_bytes", _LIMIT_BYTES), lead_ns=lead_ns,
+        limit_bytes=at_least(context.options, "prefetch_bytes", default=_LIMIT_BYTES, low=0), lead_ns=lead_ns,
     )  # fmt: skip
     path = context.work_dir / "virtual"
     path.write_bytes(pickle.dumps(facts))
@@ -131,13 +131,6 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
             ours.close()
             theirs.close()
         _report(context, path.with_suffix(".json"))
-
-
-def _number(context: AssistContext, name: str, default: int) -> int:
-    text = context.options.get(name, str(default))
-    if not text.isdecimal():
-        raise UsageError(f"-O {name}={text}: not a whole number", hint=f"for example -O {name}={default}")
-    return int(text)
 
 
 def _report(context: AssistContext, path: Path) -> None:

@@ -24,11 +24,11 @@ from prism_sdk.builtin.device_transfers import (
 )
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
 from prism_sdk.cluster.profile import load_cluster
-from prism_sdk.errors import CalibrationError
 from prism_sdk.graph.calibrate import Calibration, merge_slices, relative_change
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
+from prism_sdk.interop.options import at_least
 from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter, UnitKind
 
 _MAX_PASSES = 4
@@ -51,15 +51,13 @@ class Options:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Options:
-        try:
-            return cls(
-                passes=int(options.get("passes", cls.passes)),
-                warmup_steps=int(options.get("warmup_steps", cls.warmup_steps)),
-                transfers=options.get("transfers", cls.transfers),
-                cluster=options.get("cluster", cls.cluster),
-            )
-        except ValueError as error:
-            raise CalibrationError(f"an option is not a whole number: {error}", strategy="slices") from error
+        """Raises UsageError for a value that has no meaning."""
+        return cls(
+            passes=at_least(options, "passes", default=cls.passes, low=1),
+            warmup_steps=at_least(options, "warmup_steps", default=cls.warmup_steps, low=0),
+            transfers=options.get("transfers", cls.transfers),
+            cluster=options.get("cluster", cls.cluster),
+        )
 
 
 class Slices(CalibrationStrategy):
@@ -86,7 +84,7 @@ class Slices(CalibrationStrategy):
         provenance: np.ndarray | None = None
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
-        for index in range(max(options.passes, 1)):
+        for index in range(options.passes):
             for position, ranks in enumerate(slices):
                 doing = f"pass {index + 1}, slice {position + 1} of {len(slices)}"
                 context.report(f"{doing}: ranks {_short(ranks)}")

@@ -20,6 +20,7 @@ from typing import Any
 
 from prism_sdk.cli.output import format_bytes
 from prism_sdk.runtime.config import DEFAULT_BACKEND, DEFAULT_STRATEGY
+from prism_sdk.runtime.gauges import available_bytes
 from prism_sdk.settings import Settings
 
 __all__ = ["Check", "run_checks"]
@@ -174,28 +175,12 @@ def _cgroup_cores() -> float | None:
 
 
 def _memory() -> Check:
-    available = _available_memory_bytes()
+    available = available_bytes()
     if available is None:
         return Check("memory", "warning", "unknown")
     if available < _MIN_MEMORY_BYTES:
         return Check("memory", "warning", f"{format_bytes(available)} available", "large jobs will not fit")
     return Check("memory", "ok", f"{format_bytes(available)} available")
-
-
-def _available_memory_bytes() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":", 1) for line in lines)
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, KeyError, IndexError):
-        return None
-    try:
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        available = min(available, max(limit - used, 0))
-    except (OSError, ValueError):  # no container, or no limit ("max")
-        pass
-    return available
 
 
 def _shared_memory() -> Check:

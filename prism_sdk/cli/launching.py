@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.outputs import check_folder
 from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
+from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import (
     DEFAULT_BACKEND,
     DEFAULT_SAMPLES,
@@ -28,6 +30,7 @@ from prism_sdk.runtime.config import (
     StepRange,
 )
 from prism_sdk.settings import Settings
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.abc import CalibrationStrategy, ReplayBackend
@@ -242,7 +245,7 @@ def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -
         asked = None if nproc is None and nodes == 1 else (nproc or 1) * nodes
         if asked is not None and asked != world_size:
             raise WorldSizeError(
-                f"--nproc-per-node and --nnodes give {asked} ranks, and the job in {graph} has {world_size}",
+                f"--nproc-per-node and --nnodes give {counted(asked, 'rank')}, and the job in {graph} has {world_size}",
                 world_size=asked, required=world_size, file=str(graph),
                 hint="leave them out: the number of ranks comes from the graph",
             )  # fmt: skip
@@ -280,12 +283,8 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
 
 
 def _check_output(output: Path, *, graph: Path | None) -> None:
-    folder = output.parent
-    if output.is_dir():
-        raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
-    if not folder.is_dir():
-        raise click.BadParameter(f"there is no folder {folder}; create it first.", param_hint="'--output'")
-    if not os.access(output if output.exists() else folder, os.W_OK):
+    check_folder(output)
+    if not os.access(output if output.exists() else output.parent, os.W_OK):
         raise click.BadParameter(f"{output} cannot be written: permission denied.", param_hint="'--output'")
     if graph is not None and output.exists() and graph.exists() and output.samefile(graph):
         raise click.BadParameter("the output is the graph itself; give another name.", param_hint="'--output'")
@@ -309,6 +308,7 @@ def _checked_plugins(config: LaunchConfig, settings: Settings) -> PluginManager:
     for name in config.adapters or ():
         manager.adapter(name)
     _check_options(config, users)
+    at_least(config.options, "prefetch_bytes", default=0, low=0)  # the one that the runtime itself reads
     return manager
 
 

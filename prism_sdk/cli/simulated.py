@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_table, format_bytes, format_ns
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.simulate.report import Report, Shares
@@ -34,7 +35,8 @@ def echo_report(report: Report, *, before: Report | None = None) -> None:
     elif report.recorded_step_ns is not None and report.error_percent is not None:
         error = f"{report.error_percent:+.4f} %"
         click.echo(f"recorded   {format_ns(report.recorded_step_ns)}   simulated against recorded {error}")
-    click.echo(f"job        {report.num_ranks:,} ranks, {report.num_units:,} units, {report.num_steps} counted steps")
+    size = f"{counted(report.num_ranks, 'rank', separator=',')}, {counted(report.num_units, 'unit', separator=',')}"
+    click.echo(f"job        {size}, {counted(report.num_steps, 'counted step')}")
     # a rank may be exposed to transfers that are longer than its own: none is hidden then
     overlap = max(1.0 - report.exposed_ns / report.communication_ns, 0.0) if report.communication_ns > 0 else None
     hidden = "" if overlap is None else f" of {format_ns(report.communication_ns)} ({overlap:.0%} hidden)"

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from prism_sdk.cluster.profile import Cluster, Shape, Table
+from prism_sdk.wording import counted
 from prismtrace import Op
 
 __all__ = ["Estimate", "FITTED", "MODELLED", "estimate", "interpolation_error_percent", "model_ns"]
@@ -71,7 +72,7 @@ def estimate(cluster: Cluster, op: Op, *, num_bytes: int, shape: Shape) -> Estim
 
 
 def _words(shape: Shape) -> str:
-    return f"{shape.ranks} ranks on {shape.nodes} node{'s' if shape.nodes > 1 else ''}"
+    return f"{counted(shape.ranks, 'rank')} on {counted(shape.nodes, 'node')}"
 
 
 def _interpolated(table: Table, num_bytes: int) -> float:

@@ -21,6 +21,7 @@ from prism_sdk.cluster.profile import Cluster, Shape, Table
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.graph.calibrate import measure
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.wording import counted
 from prismtrace import ABSENT, DType, Op, UnitKind
 
 __all__ = ["Sample", "message_bytes", "read_measurements", "read_nccl_tests", "read_trace", "tables_of"]
@@ -49,7 +50,12 @@ class Sample:
 
 
 def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> list[Sample]:
-    """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary."""
+    """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary.
+
+    Raises:
+        UnreadableError: the file cannot be opened, or is no text.
+        UsageError: it is no log of nccl-tests, has no times, or nothing says which operation it is of.
+    """
     name = os.fspath(path)
     text = _text(name)
     ranks = {int(rank): host for rank, host in _RANK.findall(text)}
@@ -75,7 +81,12 @@ def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> l
 
 
 def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
-    """A CSV file with a header, or JSON: a list of objects, or an object a line."""
+    """A CSV file with a header, or JSON: a list of objects, or an object a line.
+
+    Raises:
+        UnreadableError: the file cannot be opened, is no text, or is cut off.
+        UsageError: a row lacks something.
+    """
     name = os.fspath(path)
     text = _text(name)
     rows: list[dict[str, Any]]
@@ -87,7 +98,7 @@ def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
         else:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise UsageError(f"{name}: not readable as JSON: {error}") from error
+        raise UnreadableError(name, reason=f"it is no JSON: {error}") from error
     samples = []
     for number, row in enumerate(rows, start=1):
         try:
@@ -110,7 +121,7 @@ def _text(name: str) -> str:
     except OSError as error:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{name} is not a text file") from error
+        raise UnreadableError(name, reason=f"it is not UTF-8 text, at byte {error.start}") from error
 
 
 def message_bytes(op: int, *, contributed: int, group_size: int) -> int:
@@ -150,8 +161,9 @@ def tables_of(samples: Iterable[Sample], *, source: str, cluster: Cluster | None
     groups: dict[tuple[Any, ...], dict[int, list[float]]] = {}
     for sample in samples:
         if cluster is not None and sample.shape.per_node > cluster.domain_gpus:
-            raise UsageError(f"{source}: {sample.shape.ranks} ranks on {sample.shape.nodes} nodes do not fit on "
-                             f"{cluster.name} with {cluster.domain_gpus} GPUs a domain")  # fmt: skip
+            shape = f"{counted(sample.shape.ranks, 'rank')} on {counted(sample.shape.nodes, 'node')}"
+            raise UsageError(f"{source}: {shape} do not fit on {cluster.name} with "
+                             f"{counted(cluster.domain_gpus, 'GPU')} a domain")  # fmt: skip
         key = (sample.op, sample.shape, sample.algo, sample.proto)
         groups.setdefault(key, {}).setdefault(sample.size_bytes, []).append(sample.time_ns)
     tables = []

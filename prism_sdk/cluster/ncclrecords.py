@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,18 @@ from prismtrace import ABSENT, Op
 __all__ = ["read_nccl", "read_nccl_report", "samples_of_job"]
 
 _OPS = {**{op.name.lower(): op for op in Op if op is not Op.UNSPECIFIED}, "send_recv": Op.SEND}
+_MAX_FINDINGS = 4
 _PARTS = 4  # of an octave of sizes: a table needs no more points
 
 
-def read_nccl(paths: Sequence[str | os.PathLike[str]]) -> list[Sample]:
+def read_nccl(
+    paths: Sequence[str | os.PathLike[str]], *, report: Callable[[str], None] = lambda _: None
+) -> list[Sample]:
     """The transfers of record files (or folders of them) of one job; a file that ends in .json is a report.
+
+    Args:
+        paths: what to read.
+        report: is told what is missing from the files, one sentence each.
 
     Raises:
         UsageError: nothing in them has a time of its own.
@@ -46,15 +53,41 @@ def read_nccl(paths: Sequence[str | os.PathLike[str]]) -> list[Sample]:
         if not inside:
             raise UsageError(f"the folder {path} holds no record files (*.ncclrec)")
         files += inside
-    samples = [sample for report in reports for sample in read_nccl_report(report)]
-    if files:
-        samples += samples_of_job(load_job(files))
+    samples = [sample for one in reports for sample in read_nccl_report(one)]
+    job = load_job(files) if files else None
+    if job is not None:
+        samples += samples_of_job(job)
+        if samples:
+            for text in job.findings():
+                report(text)
     if not samples:
-        raise UsageError(
-            f"{os.fspath(paths[0])}: no operation has a time of its own",
-            hint="give the record files of all ranks; NCCL 2.27 or newer says when kernels ran",
-        )
+        raise UsageError(f"{os.fspath(paths[0])}: no operation has a time of its own{_why_not(job)}", hint=_remedy(job))
     return samples
+
+
+def _why_not(job: NcclJob | None) -> str:
+    """What the files themselves say is missing from them."""
+    return "".join(f"\n  {text}" for text in ([] if job is None else job.findings())[:_MAX_FINDINGS])
+
+
+def _remedy(job: NcclJob | None) -> str:
+    """What to do, by what is missing."""
+    if job is None or not job.ranks:
+        return "make the report of the record files of all ranks"
+    found = list(operations(job))
+    if any(one.file.lost_bytes for one in job.ranks):
+        return "the files were cut off or damaged: copy them again, or record again and let the job end"
+    if not found:
+        return "the job ended before its first operation, or its operations were lost: record more of it"
+    needed = [(2 if one.name == "send_recv" else one.num_ranks, one) for one in found]
+    if all(num is not None and num > one.num_members for num, one in needed):
+        return "give the record files of all ranks: a time is that of the rank that waited least"
+    if not any(one.time_ns for one in found):
+        return "nothing says when kernels ran: NCCL 2.27 or newer does, with its profiler's events of kernel channels"
+    return (
+        "the first operation of each kind on a communicator does not count, because it also sets up; nor do those that "
+        "lack a rank's records or share a launch: record more steps, of all ranks"
+    )
 
 
 def samples_of_job(job: NcclJob) -> list[Sample]:
@@ -103,12 +136,12 @@ def read_nccl_report(path: str | os.PathLike[str]) -> list[Sample]:
     """The medians of ``prism nccl report --json``.
 
     Raises:
-        UnreadableError: it cannot be opened.
-        UsageError: it is no such report.
+        UnreadableError: it cannot be opened, or is no JSON.
+        UsageError: it is no such report, or one without the records of some ranks.
     """
     name = os.fspath(path)
     try:
-        report = json.loads(Path(name).read_bytes())
+        report = _json(name)
         if report["num_incomplete"]:
             raise UsageError(
                 f"{name}: {report['num_incomplete']} operations lack the records of some ranks, and times contain "
@@ -124,10 +157,22 @@ def read_nccl_report(path: str | os.PathLike[str]) -> list[Sample]:
             for row in report["rows"]
             if row["median_ns"] and row["num_bytes"] and row["num_ranks"] and row["name"] in _OPS
         ]  # fmt: skip
-    except OSError as error:
-        raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(
-            f"{name}: not a report of `prism nccl report --json`: {error}", hint="or give the record files themselves"
+            f"{name} is not a report of `prism nccl report --json`: {_what(error)}",
+            hint="make one, or give the record files themselves",
         ) from error
     return _together(samples)
+
+
+def _json(name: str) -> Any:
+    try:
+        return json.loads(Path(name).read_bytes())
+    except OSError as error:
+        raise UnreadableError(name, reason=error.strerror or str(error)) from error
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(name, reason=f"it is no JSON: {error}", hint="was it cut off?") from error
+
+
+def _what(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)

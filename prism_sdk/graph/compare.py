@@ -175,6 +175,8 @@ def compare_traces(
     for name in dict.fromkeys([*real_names, *other_names]):
         with TraceReader(name, allow_unfinished=True) as reader:
             with_ranks[name] = {rank: _read_run(reader, name, rank) for rank in reader.ranks}
+            if reader.unfinished:
+                missing.append(f"{name} is unfinished: what was written before its end is compared")
     wanted = sorted(set.union(*(set(with_ranks[name]) for name in other_names)))
     ranks = []
     for rank in wanted:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from prism_sdk.wording import counted
+
 if TYPE_CHECKING:
     from prism_sdk.graph.compare import Comparison
 
@@ -105,7 +107,7 @@ def _order(comparison: Comparison) -> str:
         if order is None:
             continue
         if order.is_equal:
-            lines.append(f"  rank {rank.rank}: equal ({order.num_compared} operations)")
+            lines.append(f"  rank {rank.rank}: equal ({counted(order.num_compared, 'operation')})")
         else:
             lines.append(f"  rank {rank.rank}: differs at operation {order.first_difference_index}\n"
                          f"    real:  {order.real or 'no more operations'}\n"

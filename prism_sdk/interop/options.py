@@ -1,4 +1,4 @@
-"""Reads the ``-O key=value`` pairs that importers and exporters take. Does no conversion."""
+"""Reads the ``-O key=value`` pairs that plugins take. Does no conversion."""
 
 from __future__ import annotations
 
@@ -37,14 +37,22 @@ def choice(options: Mapping[str, str], name: str, allowed: Collection[str], *, d
 
 def integer(options: Mapping[str, str], name: str, *, default: int | None, low: int, high: int) -> int | None:
     """A whole number in a range."""
-    text = options.get(name)
-    if text is None:
-        return default
+    return default if name not in options else _integer(options[name], name, low=low, high=high)
+
+
+def at_least(options: Mapping[str, str], name: str, *, default: int, low: int) -> int:
+    """A whole number with a lower limit."""
+    return default if name not in options else _integer(options[name], name, low=low, high=None)
+
+
+def _integer(text: str, name: str, *, low: int, high: int | None) -> int:
     try:
         value = int(text)
-    except ValueError:
-        raise UsageError(f"-O {name}={text} is not a whole number") from None
-    if not low <= value <= high:
+    except ValueError:  # also of thousands of digits
+        raise UsageError(f"-O {name}={text[:40]} is not a whole number") from None
+    if value < low and high is None:
+        raise UsageError(f"-O {name}={text} is too small: it is at least {low}")
+    if value < low or (high is not None and value > high):
         raise UsageError(f"-O {name}={text} is not in {low} .. {high}")
     return value
 

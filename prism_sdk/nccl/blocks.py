@@ -62,6 +62,9 @@ def checksum(words: NDArray[np.uint64]) -> int:
     return int((words * factors).sum(dtype=np.uint64))
 
 
+_PACKED = {b"\x28\xb5\x2f\xfd": "zstd -d FILE", b"\x1f\x8b": "gunzip FILE", b"\xfd7zXZ\x00": "xz -d FILE"}
+
+
 def read_blocks(path: str | os.PathLike[str]) -> RawFile:
     """Read a record file; damaged and cut-off blocks are left out and counted.
 
@@ -142,7 +145,8 @@ def _hint(data: NDArray[np.uint8]) -> str | None:
         return "did the job use NCCL, with NCCL_PROFILER_PLUGIN set? `prism observe --nccl-profiler` does it all"
     if data[: len(_TRACE_MAGIC)].tobytes() == _TRACE_MAGIC:
         return "a trace: `prism info` shows it; its record files are in the folder FILE.nccl beside it"
-    return None
+    packed = next((name for magic, name in _PACKED.items() if data[: len(magic)].tobytes() == magic), None)
+    return None if packed is None else f"it is compressed: unpack it first ({packed})"
 
 
 def _block_at(data: NDArray[np.uint8], at: int) -> Any | None:

@@ -9,11 +9,12 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.nccl.clock import ClockFit
 from prism_sdk.nccl.records import RecordFile, read_records
 from prism_sdk.nccl.stamps import Ceiling, StampCheck, make_ceiling, own_stamps
 from prism_sdk.nccl.tasks import Tasks, collect_tasks, device_of, fit_clocks, heard_stamps, place_on_host_clock
+from prism_sdk.wording import counted
 
 __all__ = ["NcclJob", "RankRecords", "load_job"]
 
@@ -75,16 +76,20 @@ def load_job(
     """Read the record files of one job; files of processes without a communicator are left out.
 
     Raises:
-        UnreadableError: a file is no record file.
+        UnreadableError: a file is no record file, or all were cut off before their first communicator.
         UsageError: no file holds a communicator.
     """
     loaded: list[tuple[RecordFile, Tasks]] = []
+    damaged: list[str] = []
     for number, path in enumerate(paths):
         file = read_records(path)
+        damaged += [text for text in _findings(file) if file.lost_bytes]
         if file.comms:
             loaded.append((file, collect_tasks(file)))
         if progress is not None:
             progress(f"{number + 1} of {len(paths)} files read")
+    if not loaded and damaged:
+        raise UnreadableError(os.fspath(paths[0]), reason="no file holds a communicator", hint="\n  ".join(damaged[:4]))
     if not loaded:
         raise UsageError("no file holds a communicator", hint="did the job use NCCL, with NCCL_PROFILER_PLUGIN set?")
     heard = heard_stamps(loaded)
@@ -133,7 +138,8 @@ def _rank_of(file: RecordFile) -> int | None:
 def _findings(file: RecordFile) -> list[str]:
     texts = []
     if file.lost_bytes:
-        texts.append(f"{file.path}: {file.lost_bytes} bytes from byte {file.first_damage} on are damaged or cut off")
+        lost = counted(file.lost_bytes, "byte")
+        texts.append(f"{file.path}: {lost} from byte {file.first_damage} on are damaged or cut off")
     elif not file.is_complete:
         texts.append(f"{file.path}: the process ended without a word (it was killed): its last events may be missing")
     if file.num_lost_events or file.num_lost_stops:

@@ -7,20 +7,20 @@ are; what a framework's schedule looks like is the knowledge of its adapter.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from prism_sdk.abc import FrameworkAdapter
+from prism_sdk.adapting import PatchingAdapter
 from prism_sdk.runtime.names import Names
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
 
 _PHASES = {phase.name.lower(): int(phase) for phase in Phase if phase}
 _OTHER = int(Phase.OTHER)
-_UNKNOWN: Any = object()
 _NOTHING = (None,) * 7
 _MOST_NAMES = 1 << 16  # labels may be endless; beyond it equal names are no longer one object
+_DEFAULT = "default_pg"  # torch's description of the group of all ranks
 _MESH = "mesh_"  # torch's description of the groups of a DeviceMesh: mesh_ and the name of the dimension
 
 
@@ -31,9 +31,8 @@ class Naming:
         self.tracer = tracer
         self.options = options or {}
         self.taken: set[str] = set()  # options that some adapter heeds
-        # token, phases to restore (None: it said none), names and queued names before it
-        self.stack: list[tuple[int, tuple[int, int] | None, Names | None, Any]] = []
-        self.names: dict[tuple[Any, ...], Names | None] = {}
+        # token; phase and named phase before it (0: it said none), names and queued names before it
+        self.stack: list[tuple[int, int, int, Names | None, Any]] = []
         self.next_token = 0
         self.lowered: dict[str, list[str]] = {}  # adapter -> reasons
         self.used: set[str] = set()
@@ -41,29 +40,9 @@ class Naming:
         self.coordinates: dict[str, int] = {}
         self.is_open = True
 
-    def merge(
-        self, adapter: str, outer: Names | None, phase: int, microbatch: int | None, stage: int | None,
-        model_chunk: int | None, label: str | None, part: str | None, layer: str | None, schedule: str | None,
-    ) -> Names | None:  # fmt: skip
-        """The names of a stretch inside `outer`; equal ones are one object, and `outer` where nothing is said."""
-        if len(self.names) >= _MOST_NAMES:
-            self.names.clear()
-        key = (adapter, outer, phase, microbatch, stage, model_chunk, label, part, layer, schedule)
-        if not phase and key[3:] == _NOTHING:
-            self.names[key] = outer
-            return outer
-        if outer is not None:
-            if microbatch is None and stage is None and model_chunk is None and schedule is None:
-                microbatch, stage, model_chunk = outer.microbatch, outer.stage, outer.model_chunk
-                schedule = outer.schedule
-            if part is None and not phase:
-                part = outer.part
-            layer = outer.layer if layer is None else layer
-            label = outer.label if label is None else label
-        named = Names(label, microbatch, stage, model_chunk, part, layer, schedule, adapter)
-        self.names[key] = named
-        self.used.add(adapter)
-        return named
+    def close(self) -> None:
+        """From now on nothing that adapters say is kept."""
+        self.is_open = False
 
     def facts(self) -> dict[str, str]:
         """What the trace says of the names of this rank, by the last word of the metadata key."""
@@ -90,6 +69,8 @@ class Naming:
             purpose = self.purposes.get(group.description) or self.purposes.get(group.name)
             if purpose is None and group.description.startswith(_MESH):
                 purpose = group.description.removeprefix(_MESH)
+            if purpose is None and group.description == _DEFAULT:
+                purpose = "world"
             if purpose:
                 writer.set_metadata(f"group.{group.group_id}.purpose", purpose)
 
@@ -97,10 +78,18 @@ class Naming:
 class TracerNamer:
     """Where one adapter says what the rank is doing (implements prism_sdk.abc.UnitNamer)."""
 
+    __slots__ = ("_adapter", "_known", "_naming", "_stack", "_tracer")
+
     def __init__(self, naming: Naming, adapter: str) -> None:
-        self._naming = naming
         self._adapter = adapter
+        self.bind(naming)
+
+    def bind(self, naming: Naming) -> None:
+        """From now on what it is told are the names of this rank."""
+        self._naming = naming
         self._tracer = naming.tracer
+        self._stack = naming.stack
+        self._known: dict[tuple[Any, ...], tuple[int, Names | None]] = {}  # what was said where -> phase, names
 
     def enter(
         self, phase: str | None = None, *, microbatch: int | None = None, stage: int | None = None,
@@ -108,38 +97,66 @@ class TracerNamer:
         schedule: str | None = None,
     ) -> int:  # fmt: skip
         """Begin a stretch; an unknown phase counts as other."""
-        naming, tracer = self._naming, self._tracer
+        naming = self._naming
         if not naming.is_open:
             return 0
+        tracer = self._tracer
         outer = tracer.names
-        number = 0 if phase is None else _PHASES.get(phase, _OTHER)
-        names = naming.names.get(
-            (self._adapter, outer, number, microbatch, stage, model_chunk, label, part, layer, schedule), _UNKNOWN
-        )
-        if names is _UNKNOWN:
-            names = naming.merge(
-                self._adapter, outer, number, microbatch, stage, model_chunk, label, part, layer, schedule
-            )
-        token = naming.next_token = naming.next_token + 1
-        before = tracer.rename(number, names) if number or names is not outer else None
-        naming.stack.append((token, before if number else None, outer, tracer.queued))
+        said = (outer, phase, microbatch, stage, model_chunk, label, part, layer, schedule)
+        try:
+            number, names = self._known[said]
+        except KeyError:
+            number, names = self._merge(said)
+        naming.next_token = token = naming.next_token + 1
+        if number:
+            self._stack.append((token, tracer.phase, tracer.named_phase, outer, tracer.queued))
+            tracer.switch(number, number, names)
+        else:
+            self._stack.append((token, 0, 0, outer, tracer.queued))
+            if names is not outer:
+                tracer.switch(0, 0, names)
         tracer.queued = None
         return token
 
     def leave(self, token: int | None = None) -> None:
         """End the stretch of this token and all inside it."""
-        stack = self._naming.stack
+        stack = self._stack
         if not stack or (token is not None and stack[-1][0] < token):
             return
-        _, phases, names, queued = stack.pop()
-        while token is not None and stack and stack[-1][0] >= token:
-            _, outer_phases, names, queued = stack.pop()
-            phases = outer_phases or phases
+        top, phase, named_phase, names, queued = stack.pop()
+        if token is not None and top != token:
+            while stack and stack[-1][0] >= token:
+                _, outer_phase, outer_named_phase, names, queued = stack.pop()
+                if outer_phase:
+                    phase, named_phase = outer_phase, outer_named_phase
         tracer = self._tracer
-        names = names if stack else tracer.assumed
-        if phases is not None or names is not tracer.names:
-            tracer.unname(phases, names)
+        if not stack:
+            names = tracer.assumed
+        if phase or names is not tracer.names:
+            tracer.switch(phase, named_phase, names)
         tracer.queued = queued
+
+    def _merge(self, said: tuple[Any, ...]) -> tuple[int, Names | None]:
+        """The phase and the names of a stretch in which that is said; equal names are one object."""
+        outer, given, microbatch, stage, model_chunk, label, part, layer, schedule = said
+        if len(self._known) >= _MOST_NAMES:
+            self._known.clear()
+        phase = 0 if given is None else _PHASES.get(given, _OTHER)
+        if not phase and said[2:] == _NOTHING:
+            self._known[said] = 0, outer
+            return 0, outer
+        if outer is not None:
+            if microbatch is None and stage is None and model_chunk is None and schedule is None:
+                microbatch, stage, model_chunk = outer.microbatch, outer.stage, outer.model_chunk
+                schedule = outer.schedule
+            if part is None and not phase:
+                part = outer.part
+            layer = outer.layer if layer is None else layer
+            label = outer.label if label is None else label
+        names = Names(label, microbatch, stage, model_chunk, part, layer, schedule, self._adapter)
+        self._known[said] = phase, names
+        self._naming.used.add(self._adapter)
+        return phase, names
 
     def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Names for units outside of any stretch."""
@@ -148,22 +165,20 @@ class TracerNamer:
             return
         names = None
         if not (microbatch is None and stage is None and layer is None):
-            names = naming.merge(self._adapter, None, 0, microbatch, stage, None, None, None, layer, None)
+            said = (None, None, microbatch, stage, None, None, None, layer, None)
+            _, names = self._known.get(said) or self._merge(said)
         self._tracer.assumed = names
         if not naming.stack:
-            self._tracer.rename(0, names)
+            self._tracer.switch(0, 0, names)
 
     def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
         """Names for the next communication units of the innermost stretch."""
         outer = self._tracer.names
-        order = ("microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")
+        order = ("phase", "microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")
         queued: list[tuple[int, Names | None]] = []
         for one in reversed(names):
-            given: list[Any] = [one.get(field) for field in order]
-            phase = _PHASES.get(str(one["phase"]), _OTHER) if "phase" in one else 0
-            key = (self._adapter, outer, phase, *given)
-            found = self._naming.names.get(key) or self._naming.merge(self._adapter, outer, phase, *given)
-            queued.append((phase, found))
+            said = (outer, *(one.get(field) for field in order))
+            queued.append(self._known.get(said) or self._merge(said))
         self._tracer.queued = queued
 
     def note(self, column: str, value: Sequence[int] | Callable[[], Sequence[int]]) -> None:
@@ -232,19 +247,72 @@ def activate_adapters(
     """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
     naming = Naming(tracer, options)
 
-    def close() -> None:
-        naming.is_open = False
-
+    release_adapters(() if plugins else names)
     if not names:
         return naming
-    until.callback(close)  # wrappers may outlive the activation: torch has kept some as bound methods
-    os.register_at_fork(after_in_child=close)  # a data loader's workers have no trace
-    adapters = load_adapters(plugins)
+    until.callback(naming.close)  # wrappers may outlive the activation: torch has kept some as bound methods
     for name in names:
+        if name in _prepared:
+            prepared = _prepared.pop(name)
+            until.enter_context(prepared.until)
+            naming.lowered.update(prepared.naming.lowered)
+            prepared.namer.bind(naming)
+            continue
         try:
-            until.enter_context(adapters[name].activate(TracerNamer(naming, name)))
+            until.enter_context(load_adapters(plugins)[name].activate(TracerNamer(naming, name)))
         except KeyError:
             naming.lowered[name] = ["not installed"]
         except Exception as error:  # a plugin's fault must not reach the training
             naming.lowered[name] = [f"left out: {type(error).__name__}: {error}"]
     return naming
+
+
+class _Prepared:
+    """An adapter whose wrappers are in place before there is a rank."""
+
+    def __init__(self, name: str) -> None:
+        no_tracer: Any = None
+        self.naming = Naming(no_tracer)
+        self.naming.close()
+        self.namer = TracerNamer(self.naming, name)
+        self.until = contextlib.ExitStack()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether the adapter wanted to know or to say something that only a rank can answer or keep."""
+        naming = self.naming
+        return bool(naming.taken or naming.purposes or naming.coordinates)
+
+
+_prepared: dict[str, _Prepared] = {}  # by the fork server; a rank takes them over
+
+
+def adapters_before_fork(names: Sequence[str]) -> list[str]:
+    """Those that are nothing but a table of wrappers: what others do when they are activated may not survive a fork."""
+    adapters = load_adapters()
+    return [
+        name for name in names if name in adapters and type(adapters[name]).activate is PatchingAdapter.activate
+    ]  # fmt: skip
+
+
+def prepare_adapters(names: Sequence[str]) -> None:
+    """Put wrappers in place before ranks are forked, which then share the pages that this writes.
+
+    Adapters that want something of their rank at once, and those that fail, are left to the ranks.
+    """
+    for name in names:
+        prepared = _Prepared(name)
+        try:
+            prepared.until.enter_context(load_adapters()[name].activate(prepared.namer))
+        except Exception:  # the rank meets it again, and says so
+            continue
+        if prepared.has_asked:
+            prepared.until.close()
+        else:
+            _prepared[name] = prepared
+
+
+def release_adapters(spared: Sequence[str] = ()) -> None:
+    """Put back what the wrappers of prepared adapters have replaced, without those of `spared`."""
+    for name in [name for name in _prepared if name not in spared]:
+        _prepared.pop(name).until.close()

@@ -119,6 +119,7 @@ class Agent:
         self._naming = activate_adapters(
             self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
         )
+        os.register_at_fork(after_in_child=self._naming.close)  # a data loader's workers have no trace
 
     def summary(self) -> dict[str, Any]:
         """What the launcher is told of this rank when it has ended."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from prism_sdk.runtime.gpus import num_gpus, uses_gpus
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 
@@ -106,7 +106,6 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     check_target(config)
     if config.graph is None:
         raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- SCRIPT")
-    started = time.monotonic_ns()
     try:
         with TraceReader(config.graph) as reader:
             world_size, wants_gpus = reader.world_size, uses_gpus(reader, device=config.device)
@@ -123,9 +122,8 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     finally:
         shutil.rmtree(work_dir, ignore_errors=True)
     progress.say(_sentence(result))
-    wall_ns = time.monotonic_ns() - started
     summary = asdict(result) | {"output": str(result.output)}
-    return LaunchResult(0, result.output, world_size, wall_ns, summary)
+    return LaunchResult(0, result.output, world_size, round(progress.elapsed_s * 1e9), summary)
 
 
 def _sentence(result: CalibrationResult) -> str:
@@ -133,5 +131,5 @@ def _sentence(result: CalibrationResult) -> str:
     state = "converged" if result.converged else "not converged: more passes (-O passes=N) or a quieter machine"
     return (
         f"predicted step {result.predicted_step_ns / 1e6:.3f} ms, 95 % interval {low:.3f} to {high:.3f} ms "
-        f"({len(result.passes)} pass{'es' if len(result.passes) != 1 else ''}, {state})"
+        f"({counted(len(result.passes), 'pass', 'passes')}, {state})"
     )

@@ -14,6 +14,7 @@ import torch
 
 from prism_sdk.errors import UnsupportedError
 from prism_sdk.runtime.refusals import refuse_like_gloo
+from prism_sdk.wording import ranks_text
 from prismtrace.model import DType, Op, ReduceOp
 
 COMBINED = -1  # source of a delivery: the reduced contributions of all members
@@ -32,6 +33,11 @@ class GroupState:
     generation: int = 0  # how often its name and ranks were made before
     next_seq: int = 0
     next_p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.description or f"of ranks {ranks_text(self.ranks)}"
 
     def take_seq(self) -> int:
         """Number of the next collective in the group."""

@@ -148,7 +148,10 @@ class LaunchConfig:
 
 @dataclass(frozen=True)
 class LaunchResult:
-    """How a launch ended. ``exit_code`` 0 means that every real rank ended well."""
+    """How a launch ended. ``exit_code`` 0 means that every real rank ended well.
+
+    ``wall_ns`` counts from the start of the launch, as what it shows while it runs does: planning, merging and all.
+    """
 
     exit_code: int
     output: Path | None

@@ -196,8 +196,9 @@ class Coordinator(Policy):
 
     def _on_poll(self, rank: int, message: tuple[Any, ...]) -> None:
         """A look without waiting. The slot is given up in between, or a polling loop would starve the others."""
-        _, key, needs, root = message
-        done = key[0] != "a" and self._try(rank, ("wait", key, needs, root), claim=False) is not None
+        _, key, needs, root, *before = message  # sent before a logical time only
+        reply = None if key[0] == "a" else self._try(rank, ("wait", key, needs, root), claim=False)
+        done = reply is not None and (not before or reply[3] < before[0])
         self._park(rank, message)
         self._fulfil(rank, ("poll", done))
 

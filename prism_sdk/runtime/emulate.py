@@ -16,7 +16,7 @@ import torch
 import prismtrace
 from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
@@ -30,9 +30,10 @@ from prism_sdk.runtime.oncuda.order import HostOrder, device_of, order_of
 from prism_sdk.runtime.oncuda.scratch import results_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing, install_destroying, place_before
+from prism_sdk.runtime.record import Conversation, install_coalescing
 from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
 from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import Op, ReduceOp
@@ -66,6 +67,7 @@ class EmulateSeam(Seam):
         self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool) if self._holds_streams() else None
         self._started = False
         self.groups: list[GroupState] = []
+        self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _holds_streams(self) -> bool:
@@ -116,7 +118,8 @@ class EmulateSeam(Seam):
                 handles = self.engine.stand_in(met.stream, met.seq, meant.stream, meant.seq, shift=self.cursor.rounds)
                 if self.held is not None:
                     self.held.stand_in(*handles)
-        if call.is_p2p and call.peer is None:
+        is_any = call.is_p2p and call.peer is None
+        if is_any:
             call.peer = call.group.ranks.index(one.peer or 0)
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
@@ -138,6 +141,8 @@ class EmulateSeam(Seam):
             line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
+        if not is_any:
+            self._receives.add(call, handle, work)
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -210,9 +215,7 @@ class EmulateSeam(Seam):
         return late_wait
 
     def _poller(self, handle: tuple[int, int], carriage: Carriage | None) -> Any:
-        if carriage is not None:
-            return lambda: carriage.is_done() and self.engine.is_complete(handle, now_ns())
-        return lambda: self.engine.is_complete(handle, now_ns())
+        return lambda: (carriage is None or carriage.is_done()) and self.engine.is_complete(handle, now_ns())
 
     @cached_property
     def _beside(self) -> prismtrace.TraceReader:
@@ -231,6 +234,7 @@ class EmulateSeam(Seam):
         carriage: Carriage | None, order: HostOrder,
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
+            self._receives.forget(handle)
             start = self.tracer.now() if call.is_async else posted
             is_under_way = carriage is not None and not carriage.is_done()
             if carriage is not None:
@@ -248,6 +252,7 @@ class EmulateSeam(Seam):
             if not is_in_background():
                 self.tracer.wait(unit, start, self.tracer.now(), blocked=blocked or not call.is_async)
                 place_before(call, seq, wait=False)  # its transfer may still be under way
+                self._receives.place(call, lambda receive: self.engine.is_complete(receive, due), wait=False)
             elif is_seen():
                 self.tracer.complete(unit, self.tracer.now())
 
@@ -360,10 +365,7 @@ def is_without_values(call: Call, one: Expected) -> bool:
 
 
 def _give_own(call: Call) -> None:
-    """No values were recorded: virtual members give what this rank gives, and zeros where it gives nothing.
-
-    Not right, but what programs that check for equal shapes go on with. A broadcast leaves what is there.
-    """
+    """No values were recorded: virtual members give what this rank gives or zeros; a broadcast leaves what is there."""
     own = Bytes(call.contribution)
     mine = memoryview(own.joined())
 

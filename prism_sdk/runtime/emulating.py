@@ -21,8 +21,11 @@ from typing import Any
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.timing import Timing
+from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
@@ -32,6 +35,7 @@ from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.wording import counted
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -194,12 +198,13 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
         left = facts.get("operations_not_reached", 0) if isinstance(facts, dict) else 0
         if left and left == len(script.expected):
             raise TraceMismatchError(
-                rank, unit_index=None, expected=f"{left} operations", found="none of them", file=str(graph)
+                rank, unit_index=None, expected=counted(left, "operation"), found="none of them", file=str(graph)
             )
         if left:
             report(
-                f"rank {rank} ended before the graph does: {left} of its {len(script.expected)} recorded operations "
-                "were not reached (fewer steps than recorded, or another program)"
+                f"rank {rank} ended before the graph does: {left} of its "
+                f"{counted(len(script.expected), 'recorded operation')} were not reached "
+                "(fewer steps than recorded, or another program)"
             )
 
 
@@ -231,7 +236,7 @@ def _prepare(
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
     plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
     plan.save(work / "plan")
-    report(f"{len(plan)} boundary operations, {plan.term_offsets[-1]} terms")
+    report(f"{counted(len(plan), 'boundary operation')}, {counted(int(plan.term_offsets[-1]), 'term')}")
     for rank, script in scripts.items():
         script.save(work / f"script-{rank}")
         if not script.has_values:
@@ -253,13 +258,14 @@ def _prepare(
 def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:
     """The graph to plan from: of a large job only ranks that differ, so that memory and time follow its roles."""
     with TraceReader(path) as reader:
-        is_large = len(reader.ranks) >= _LARGE_JOB
-    if is_large:
-        from prism_sdk.simulate.folding import folded_graph
+        is_sane = reader.graph_kind is GraphKind.CALIBRATED and set(sandbox) <= set(reader.ranks)
+        if is_sane and len(reader.ranks) >= _LARGE_JOB:
+            from prism_sdk.simulate.loading import load
 
-        folded = folded_graph(path, sandbox_ranks=sandbox)
-        if folded is not None:
-            return folded
+            with contextlib.suppress(GraphError):  # loaded as a whole it says what is wrong
+                folded = folded_graph(reader, load(reader, with_sizes=False), sandbox_ranks=sandbox)
+                if folded is not None:
+                    return folded
     return JobGraph.load(path)
 
 
@@ -280,7 +286,9 @@ def whole_number(options: Mapping[str, str], key: str, default: int) -> int:
 
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
     """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N`."""
-    limit = whole_number(config.options, "prefetch_bytes", _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES)
+    limit = at_least(
+        config.options, "prefetch_bytes", default=_DEVICE_RING_BYTES if has_gpu() else _RING_BYTES, low=0
+    )
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

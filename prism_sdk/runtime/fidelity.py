@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from prism_sdk.wording import counted
+
 
 def report_lowered(facts: Sequence[Mapping[str, object]]) -> None:
     """Say once on stderr why names are not complete, whatever the number of ranks that found it."""
@@ -15,4 +17,4 @@ def report_lowered(facts: Sequence[Mapping[str, object]]) -> None:
             reasons[reason] = reasons.get(reason, 0) + 1
     for reason, num_ranks in reasons.items():
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"prism: names are not complete ({num_ranks} ranks): adapter {reason}\n")
+            sys.stderr.write(f"prism: names are not complete ({counted(num_ranks, 'rank')}): adapter {reason}\n")

@@ -29,17 +29,35 @@ def host_memory() -> Memory | None:
 
     Source: MemTotal - MemAvailable of /proc/meminfo; memory.current less inactive_file of memory.stat (cgroup v2).
     """
+    machine = _machine()
+    return machine and (_container(machine) or machine)
+
+
+def available_bytes() -> int | None:
+    """What can still be taken, in the container and on the machine."""
+    machine = _machine()
+    if machine is None:
+        return None
+    return min(one.total_bytes - one.used_bytes for one in (machine, _container(machine)) if one is not None)
+
+
+def _machine() -> Memory | None:
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     except (OSError, ValueError, KeyError, IndexError):
         return None
+    return Memory(total - available, total)
+
+
+def _container(machine: Memory) -> Memory | None:
+    """None without a limit below what the machine has."""
     with contextlib.suppress(OSError, ValueError):  # no container, or no limit ("max")
         limit = int((_CGROUP / "memory.max").read_text())
-        if limit < total:
-            used = int((_CGROUP / "memory.current").read_text())
-            return Memory(max(used - _inactive_file_bytes(), 0), limit)
-    return Memory(total - available, total)
+        if limit < machine.total_bytes:
+            used = int((_CGROUP / "memory.current").read_text()) - _inactive_file_bytes()
+            return Memory(min(max(used, 0), limit), limit)
+    return None
 
 
 def _inactive_file_bytes() -> int:

@@ -102,7 +102,7 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._forkserver, self._control = _start_forkserver(environment, descriptors)
+        self._forkserver, self._control = _start_forkserver(environment, descriptors, _adapters_of(specs))
         _allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
@@ -344,17 +344,26 @@ def count_oom_kills() -> int:
 
 
 def _start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int]
+    environment: Mapping[str, str], descriptors: Sequence[int], adapters: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
-    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers."""
+    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers.
+
+    `adapters` are those that each rank will activate.
+    """
     ours, theirs = socket.socketpair()
     # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno())],
+        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), *adapters],
         pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()
     return process, wire.Channel(ours)
+
+
+def _adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:
+    """What can be prepared for all ranks; plugins that the user named are loaded in the ranks only."""
+    first = specs[0]
+    return () if first.plugins else first.adapters or ()
 
 
 def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:

@@ -26,9 +26,11 @@ from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
+from prism_sdk.runtime.reductions import follow_reductions
 from prism_sdk.runtime.work import PrismWork
 
 _CPU = torch.device("cpu")
+_NOT_DESCRIBED = "undefined"  # what torch calls a group that the program does not describe
 _DISPATCH_KEYS = ("CPU", "CUDA", "SparseCPU", "SparseCUDA")
 
 
@@ -100,9 +102,10 @@ class Interceptor:
         name = group.group_name
         generation = self._generations.get((name, ranks), 0)
         self._generations[name, ranks] = generation + 1
+        told = group.group_desc or ""
         state = GroupState(
             name=name, ranks=ranks, group_rank=group.rank(), backend=backend,
-            description=group.group_desc or "", group_id=stable_group_id(name, ranks, generation),
+            description="" if told == _NOT_DESCRIBED else told, group_id=stable_group_id(name, ranks, generation),
             generation=generation,
         )  # fmt: skip
         self.groups[name] = state
@@ -167,6 +170,7 @@ def replace_kernels() -> None:
     global _library
     if _library is not None:
         return
+    follow_reductions()
     _library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for

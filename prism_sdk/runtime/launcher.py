@@ -13,7 +13,6 @@ import secrets
 import shutil
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from prism_sdk.runtime.progress import Progress, Report, Snapshot
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 from prism_sdk.runtime.stepboard import StepBoard
+from prism_sdk.wording import counted
 
 
 def launch(config: LaunchConfig) -> LaunchResult:
@@ -42,19 +42,27 @@ def launch(config: LaunchConfig) -> LaunchResult:
     Raises PrismError as its parts do; whatever was recorded until then is in the output already.
     """
     with Progress(config.mode, quiet=config.quiet, environ=os.environ) as progress:
-        if config.mode is LaunchMode.CALIBRATE:
-            from prism_sdk.runtime.calibrating import calibrate
+        result = _launch(config, progress)
+        if result.output is not None:
+            size = counted(result.output.stat().st_size, "byte")
+            progress.say(f"done in {progress.elapsed_s:.1f} s: {result.output} ({size})")
+        return replace(result, wall_ns=round(progress.elapsed_s * 1e9))
 
-            return calibrate(config, progress)
-        if config.mode is LaunchMode.EMULATE:
-            from prism_sdk.runtime.emulating import emulate
 
-            return emulate(config, progress)
-        if config.roles is not None:
-            from prism_sdk.runtime.roles.recording import record_by_roles
+def _launch(config: LaunchConfig, progress: Progress) -> LaunchResult:
+    if config.mode is LaunchMode.CALIBRATE:
+        from prism_sdk.runtime.calibrating import calibrate
 
-            return record_by_roles(config, progress)
-        return run_job(config, _policy(config), progress)
+        return calibrate(config, progress)
+    if config.mode is LaunchMode.EMULATE:
+        from prism_sdk.runtime.emulating import emulate
+
+        return emulate(config, progress)
+    if config.roles is not None:
+        from prism_sdk.runtime.roles.recording import record_by_roles
+
+        return record_by_roles(config, progress)
+    return run_job(config, _policy(config), progress)
 
 
 def _policy(config: LaunchConfig) -> Policy:
@@ -118,7 +126,6 @@ def run_job(
         config, adapters=_adapters(config, recorded), device=config.device or recorded.get("job.device"),
         moe_skew=float(skew) if skew else None,
     )  # fmt: skip
-    started = time.monotonic_ns()
     world_size = config.world_size
     token = secrets.token_hex(16)
     if ranks is None:
@@ -154,7 +161,7 @@ def run_job(
             descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
         )  # fmt: skip
         try:
-            report(f"{len(ranks)} of {world_size} ranks, torch is being loaded")
+            report(f"{len(ranks)} of {counted(world_size, 'rank')}, torch is being loaded")
             with progress.watch(policy, after=f"writing {config.output.name}"):
                 host.run()
         except PrismError as failure:
@@ -187,10 +194,8 @@ def run_job(
         if kept:
             error.hint = f"{error.hint}\n  {kept}" if error.hint else kept
         raise error
-    wall_ns = time.monotonic_ns() - started
-    report(f"done in {wall_ns / 1e9:.1f} s: {config.output} ({config.output.stat().st_size} bytes)")
     summary = {str(p.rank): dict(p.summary) for p in host.ranks.values() if p.summary}
-    return LaunchResult(0, config.output, world_size, wall_ns, summary)
+    return LaunchResult(0, config.output, world_size, round(progress.elapsed_s * 1e9), summary)
 
 
 def check_target(config: LaunchConfig) -> None:
@@ -258,7 +263,8 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
                 with prismtrace.TraceReader(saved) as reader:
                     num_units = sum(map(reader.num_units, reader.ranks))
                 why = "" if num_units else ": it was killed before the first of them were written"
-                report(f"a killed run had left shards of {output}: saved as {saved} ({num_units} units{why})")
+                report(f"a killed run had left shards of {output}: saved as {saved} "
+                       f"({counted(num_units, 'unit')}{why})")  # fmt: skip
         shards = Shards(parts)
         try:
             yield shards

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from prism_sdk.errors import UnsupportedError
+from prism_sdk.runtime.reductions import code_of
 
 _REDUCE_OPS = (
     dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX,
@@ -39,7 +40,7 @@ def _options(kind: Any, args: tuple[Any, ...], async_index: int, **values: Any) 
 
 
 def _reduce_op(backend: Any, boxed: Any) -> Any:
-    code = boxed.op()
+    code = code_of(boxed)
     if code >= len(_REDUCE_OPS):
         if backend.name() == "gloo":
             raise RuntimeError("Cannot use ReduceOp.PREMUL_SUM with Gloo")

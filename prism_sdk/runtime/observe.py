@@ -128,7 +128,7 @@ def _timed_wait(
 
 def settle_any_source(tracer: Tracer, unit: int, group: GroupState, source: int, tag: int) -> None:
     """Fill in peer and seq of a receive from any source once it was matched with group rank `source`."""
-    from prism_sdk.runtime import tracer as rows
+    from prism_sdk.runtime import rows
 
     me, peer = group.ranks[group.group_rank], group.ranks[source]
     tracer.amend(unit, rows.PEER, peer)

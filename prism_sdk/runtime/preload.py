@@ -22,7 +22,7 @@ import sys
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +71,26 @@ _EMPTY_BYTES = sys.getsizeof(b"")
 _kept: list[Any] = []  # what fills the holes of Python's own allocator
 
 
-def prepare() -> None:
-    """Import torch and get it warm; no thread, no group, no random state stays. Raises what an import raises."""
+def prepare(adapters: Sequence[str] = ()) -> None:
+    """Import torch and get it warm; no thread, no group, no random state stays. Raises what an import raises.
+
+    The wrappers of `adapters` are in place then where that is possible.
+    """
     variables = dict(os.environ)
     for name in _MODULES:
         if importlib.util.find_spec(name) is not None:  # some are private to a version of torch
             importlib.import_module(name)
     from prism_sdk.runtime import intercept
-    from prism_sdk.runtime.adapters import load_adapters
+    from prism_sdk.runtime.adapters import adapters_before_fork, prepare_adapters
 
-    load_adapters()
+    adapters = adapters_before_fork(adapters)
+    _forget_lookups()
     with _one_thread():
         _compute()
         with contextlib.suppress(Exception):  # no room for a file, a torch without the fake group: costs memory only
-            _trace()
-            if not _has_accelerator():  # its backward would start threads and a driver, and no fork survives those
-                _rehearse()
+            _trace(adapters)
     intercept.replace_kernels()
+    prepare_adapters(adapters)
     for name in _QUOTED:
         if name in sys.modules:
             linecache.getlines(inspect.getsourcefile(sys.modules[name]) or "")
@@ -98,6 +101,20 @@ def prepare() -> None:
     _fill_holes()
     gc.freeze()
     _check_no_gpu_is_open()
+
+
+def undo() -> None:
+    """Take the wrappers out again, before the interpreter takes itself apart around them."""
+    from prism_sdk.runtime.adapters import release_adapters
+
+    release_adapters()
+
+
+def _forget_lookups() -> None:
+    """Empty CPython's cache of attribute lookups: replacing an entry lets go of a name, on a page of the imports'."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # 3.13 calls it deprecated
+        sys._clear_type_cache()
 
 
 def _has_accelerator() -> bool:
@@ -138,18 +155,24 @@ def _compute() -> None:
         torch.nn.functional.cross_entropy(torch.nn.functional.layer_norm(hidden, (64,)), torch.zeros(16).long())
 
 
-def _trace() -> None:
-    """Write a few steps as a rank's trace."""
+def _trace(adapters: Sequence[str]) -> None:
+    """Write a few steps as a rank's trace, with the adapters at work."""
+    from prism_sdk.runtime.adapters import activate_adapters
     from prism_sdk.runtime.tracer import Tracer, open_shard
 
     with tempfile.TemporaryDirectory() as folder:
         tracer = Tracer(0, open_shard(Path(folder), 0, GraphKind.BARE, 1, {}))
-        for _ in range(_REHEARSED_STEPS):
-            tracer.backward_begins([0.0])
-            tracer.backward_ends()
-            tracer.optimizer_begins()
-            tracer.optimizer_ends()
-            tracer.flush()
+        with contextlib.ExitStack() as until:
+            naming = activate_adapters(adapters, (), tracer, until)
+            if not _has_accelerator():  # its backward would start threads and a driver, and no fork survives those
+                _rehearse()
+            for _ in range(_REHEARSED_STEPS):
+                tracer.backward_begins([0.0])
+                tracer.backward_ends()
+                tracer.optimizer_begins()
+                tracer.optimizer_ends()
+                tracer.flush()
+        naming.write()
         tracer.finish("complete")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, Self
 
 from prism_sdk.runtime.gauges import DeviceGauge, Memory, host_memory
+from prism_sdk.wording import counted
 
 _LIVE_S = 0.25  # at most four looks a second
 _MAX_SHARE = 0.005  # of the launcher's time: with thousands of ranks a look takes longer, and there are fewer of them
@@ -106,6 +107,11 @@ class Progress:
         if self._display is not None:
             self._display.close()
 
+    @property
+    def elapsed_s(self) -> float:
+        """How long the launch takes so far; what is shown while it runs, and what it says at its end."""
+        return time.monotonic() - self._started
+
     # -- what the launcher says ---------------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
@@ -168,7 +174,7 @@ class Progress:
             self._devices = DeviceGauge(self._environ.get("CUDA_VISIBLE_DEVICES"))
         fraction, remaining = self._how_far(ranks, stage, now)
         return Sample(
-            self._verb, doing if ranks is None or stage is not None else "", now - self._started, ranks,
+            self._verb, doing if ranks is None or stage is not None else "", self.elapsed_s, ranks,
             self._rate(ranks, now), fraction, remaining, host_memory(), self._devices.memory(),
         )  # fmt: skip
 
@@ -233,7 +239,7 @@ def ranks_text(ranks: Snapshot) -> str:
         parts.append(f"not started {ranks.num_new}")
     text = ", ".join([*parts, f"done {ranks.num_done}"])
     virtual = f", {ranks.num_virtual} virtual" if ranks.num_virtual else ""
-    return f"{text} of {ranks.num_ranks} rank{'' if ranks.num_ranks == 1 else 's'}{virtual}"
+    return f"{text} of {counted(ranks.num_ranks, 'rank')}{virtual}"
 
 
 def steps_text(ranks: Snapshot) -> str:

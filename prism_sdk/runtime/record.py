@@ -6,23 +6,21 @@ Responsible for the rank's side of an operation; matching and scheduling are the
 from __future__ import annotations
 
 import contextlib
-import functools
 import pickle
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from prism_sdk.errors import CollectiveMismatchError, PrismError
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.config import PayloadMode
@@ -35,8 +33,9 @@ from prism_sdk.runtime.oncuda.order import order_of
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
-from prism_sdk.runtime.work import PrismWork, outstanding_works, place_results
+from prism_sdk.runtime.work import PrismWork, outstanding_works
 from prismtrace.model import Op
 
 _STEP_BACK_S = 0.002
@@ -147,6 +146,7 @@ class RecordSeam(Seam):
         self.conversation = self.make_conversation(channel)
         self.arena = Arena(spec.arena_fd, spec.rank)
         self.groups: list[GroupState] = []
+        self._receives = Receives()
         self._serial = 0
         self._told_step = -1
         self._footprint = FootprintReporter()
@@ -167,7 +167,7 @@ class RecordSeam(Seam):
         self.groups.append(group)
         trace_group(self.tracer, group)
         ranks = group.ranks if group.group_rank == 0 else None
-        self.conversation.tell(("group", group.group_id, group.description or group.name, ranks))
+        self.conversation.tell(("group", group.group_id, group.label, ranks))
 
     # -- one operation ----------------------------------------------------------------------------------------------
 
@@ -190,12 +190,13 @@ class RecordSeam(Seam):
         def complete(timeout: timedelta | None) -> None:
             start = now_ns() if call.is_async else posted
             with order:
-                self._complete(call, key, unit, keeps, handle)
+                clock = self._complete(call, key, unit, keeps, handle)
             if is_in_background():
                 self.tracer.complete(unit, now_ns())
             else:
                 self.tracer.wait(unit, start, now_ns(), blocked=True)
                 place_before(call, seq, wait=True)
+                self._receives.place(call, lambda receive: self._was_sent(receive, clock), wait=True)
 
         def poll() -> bool:
             return call.op is Op.SEND or bool(self._ask(("poll", key, call.needs, call.root))[1])
@@ -207,6 +208,7 @@ class RecordSeam(Seam):
         handle = PrismWork(
             complete, poll, order.results, is_async=call.is_async, late_wait=late_wait, line=line, again=order.again
         )  # fmt: skip
+        self._receives.add(call, key, handle)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
         self.tracer.resume()  # saving values and talking to the coordinator is no part of the job
@@ -259,9 +261,11 @@ class RecordSeam(Seam):
         self.arena.write(offset, data.views)
         return (offset, data.num_bytes)
 
-    def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> None:
+    def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> int:
+        """Bring the results into place. Returns the logical time at which the last member posted."""
         if call.op is Op.SEND:
-            return
+            return 0
+        self._receives.forget(key)
         self._footprint.report(self.conversation.tell)
         kind, sources, extra, clock, _ = self._ask(("wait", key, call.needs, call.root))
         self._clock = max(self._clock, clock) + 1
@@ -294,6 +298,11 @@ class RecordSeam(Seam):
             digest = self.tracer.writer.add_payload(Bytes(call.outputs).joined())
         if digest is not None:
             self.tracer.amend(unit, rows.PAYLOAD_OUT, digest)
+        return clock
+
+    def _was_sent(self, key: Key, clock: int) -> bool:
+        """Whether a message was sent before that logical time: the same in every recording."""
+        return bool(self._ask(("poll", key, "all", None, clock))[1])
 
     def _check_splits(self, call: Call, key: Key, sources: dict[int, Any]) -> None:
         """What each member of an all-to-all sends here must be what this rank expects of it."""
@@ -302,7 +311,7 @@ class RecordSeam(Seam):
             sent = sources[member][1][me]
             if sent != tensor.nbytes:
                 raise CollectiveMismatchError(
-                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    call.group.label, seq=int(key[-1]), field="byte count",
                     values={ranks[me]: f"expects {tensor.nbytes} bytes of rank {ranks[member]} at {user_place()}",
                             ranks[member]: f"sends it {sent} bytes"} if member != me else
                            {ranks[me]: f"expects {tensor.nbytes} bytes of itself at {user_place()}, and sends {sent}"},
@@ -314,7 +323,7 @@ class RecordSeam(Seam):
             available = len(contribution) if isinstance(contribution, bytes) else (contribution or (0, 0))[1]
             if offset + len(view) > available:
                 raise CollectiveMismatchError(
-                    call.group.description or call.group.name, seq=int(key[-1]), field="byte count",
+                    call.group.label, seq=int(key[-1]), field="byte count",
                     values={call.group.ranks[call.group.group_rank]: f"expects {offset + len(view)} bytes or more of "
                             f"member {member} at {user_place()}, which gave {available}"},
                 )  # fmt: skip
@@ -344,32 +353,6 @@ class RecordSeam(Seam):
                     work.wait()
             except (PrismError, RuntimeError):
                 return
-
-
-def place_before(call: Call, seq: int, *, wait: bool) -> None:
-    """All members have called the collectives before one that needed them all: those are complete as well.
-
-    With `wait` one whose result a member is just computing is waited for; else it is left for later.
-    """
-    if call.needs == "all" and not call.is_p2p:
-        place_results(call.group.group_id, before=seq, wait=wait)
-
-
-def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
-    """A group that is destroyed completes what was begun in it, as gloo does."""
-    original = distributed_c10d.destroy_process_group
-
-    @functools.wraps(original)
-    def destroy_process_group(group: Any = None) -> None:
-        if sys.exc_info()[0] is None:  # a program that fails waits for nobody
-            name = None if group in (None, dist.GroupMember.WORLD) else getattr(group, "group_name", "")
-            for state in groups():
-                if name is None or state.name == name:
-                    place_results(state.group_id, wait=True)
-        original(group)
-
-    distributed_c10d.destroy_process_group = destroy_process_group
-    dist.destroy_process_group = destroy_process_group
 
 
 def install_coalescing() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.names import Names, Notes, name_columns
 from prism_sdk.runtime.resident import ResidentMemory
+from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
 from prismtrace import ABSENT, TraceWriter
 from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
 
@@ -31,25 +32,11 @@ now_ns = time.monotonic_ns
 FLUSH_ROWS = 8192
 FLUSH_INTERVAL_NS = 5_000_000_000
 
-# positions in a row; a row is a list because completion times and payloads are filled in later
-(KIND, PHASE, START, END, GROUP, SEQ, OP, REDUCE_OP, DTYPE, COUNT_IN, COUNT_OUT, PEER, TAG, ASYNC, AWAITS, MEMORY,
- NAMES, PAYLOAD_IN, PAYLOAD_OUT, SPLITS_IN, SPLITS_OUT) = range(21)  # fmt: skip
-_COLUMNS = (
-    "kind", "phase", "start_ns", "end_ns", "group_id", "seq", "op", "reduce_op", "dtype", "num_elements_in",
-    "num_elements_out", "peer", "tag", "is_async", "awaits", "memory_bytes", "names", "payload_in", "payload_out",
-    "splits_in", "splits_out",
-)  # fmt: skip
-_OBJECT_COLUMNS = frozenset({"names", "payload_in", "payload_out", "splits_in", "splits_out"})
 _ABSENT32 = int(np.iinfo(np.int32).min)
 
 _KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
 _OTHER = int(Phase.OTHER)
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
-# a stretch of computing; what is filled in by number are PHASE, START, END and NAMES
-_COMPUTE_ROW: list[Any] = [
-    _COMPUTE, 0, 0, 0, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, ABSENT, ABSENT, None, None, None, None,
-    None,
-]  # fmt: skip
 
 
 class Tracer:
@@ -64,7 +51,7 @@ class Tracer:
         self._rows: list[list[Any]] = []
         self._flushed = 0  # unit_index of _rows[0]
         self.first_ns = self._last_ns = now_ns()  # start of the first row; end of the last host row
-        self._phase = int(Phase.OTHER)
+        self.phase = int(Phase.OTHER)
         self._other_since = 0  # unit_index from which OTHER rows may turn out to be the next microbatch's forward
         self._boundary: tuple[int, int, int] | None = None  # (unit_index, time, cpu time) after the last optimizer step
         self._open_losses: list[float | Callable[[], float]] = []
@@ -77,7 +64,7 @@ class Tracer:
         self.assumed: Names | None = None  # where no stretch is open
         self.num_optimizer_steps = 0
         self.num_backward_passes = 0
-        self._named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
+        self.named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
         self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
         self.groups: dict[int, ProcessGroup] = {}
@@ -101,9 +88,7 @@ class Tracer:
     def compute_until(self, end_ns: int) -> None:
         """Close the compute row that began where the last host row ended."""
         if end_ns > self._last_ns:
-            row = _COMPUTE_ROW.copy()  # takes half the time of a list of so many names
-            row[1], row[2], row[3], row[16] = self._phase, self._last_ns, end_ns, self.names
-            self._rows.append(row)
+            self._rows.append([_COMPUTE, self.phase, self._last_ns, end_ns, self.names, ABSENT])
             self._last_ns = end_ns
 
     def communication(self, call: Call, posted_ns: int, seq: int) -> int:
@@ -117,17 +102,18 @@ class Tracer:
         group = call.group
         peer = call.other_rank
         self._rows.append(
-            [_KIND_OF.get(call.op, _COLLECTIVE), self._phase, posted_ns, ABSENT, group.group_id, seq, int(call.op),
-             int(call.reduce_op), int(call.dtype), call.num_elements_in, call.num_elements_out,
+            [_KIND_OF.get(call.op, _COLLECTIVE), self.phase, posted_ns, ABSENT, self.names, ABSENT, ABSENT,
+             group.group_id, seq, int(call.op), int(call.reduce_op), int(call.dtype), call.num_elements_in,
+             call.num_elements_out,
              group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32,
              ABSENT if call.tag is None else call.tag,
-             1 if call.is_async else 0, ABSENT, ABSENT, self.names, None, None, call.splits_in, call.splits_out]
+             1 if call.is_async else 0, None, None, call.splits_in, call.splits_out]
         )  # fmt: skip
         if self.queued:
             self._take_queued(self._rows[-1])
         elif self.parts_of_groups:
             row = self._rows[-1]
-            names = self.parts_of_groups.get((group.name, self._phase))
+            names = self.parts_of_groups.get((group.name, self.phase))
             if names is not None and (self.names is None or self.names.part is None):
                 row[NAMES] = names if self.names is None else self.names.with_part_of(names)
         unit = self._flushed + len(self._rows) - 1
@@ -155,17 +141,14 @@ class Tracer:
         self.compute_until(start_ns)
         start_ns = max(start_ns, self._last_ns)
         end_ns = max(end_ns, start_ns)  # the end if they are equal: it may be a point on a device
-        phase, names = self._phase, self.names
+        phase, names = self.phase, self.names
         if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
             awaited = unit - self._flushed
             row = self._rows[awaited] if awaited >= 0 else None
             if row is not None and row[NAMES] is not None:
                 names = row[NAMES]
                 phase = row[PHASE] if phase == _OTHER else phase
-        self._rows.append(
-            [_WAIT, phase, start_ns, end_ns, 0, ABSENT, 0, 0, 0, ABSENT, ABSENT, _ABSENT32, ABSENT, 0, unit,
-             ABSENT, names, None, None, None, None]
-        )  # fmt: skip
+        self._rows.append([_WAIT, phase, start_ns, end_ns, names, ABSENT, unit])
         self._last_ns = end_ns
         self._open.pop(unit, None)
         if blocked:
@@ -210,7 +193,7 @@ class Tracer:
         self.num_backward_passes += 1
 
     def backward_ends(self) -> None:
-        self._enter(self._named_phase)
+        self._enter(self.named_phase)
         self._other_since = self.num_units
 
     def optimizer_begins(self) -> None:
@@ -223,28 +206,31 @@ class Tracer:
 
     def optimizer_ends(self) -> None:
         """A step may end here; it does once the next backward begins (several optimizers may step in a row)."""
-        self._enter(self._named_phase)
+        self._enter(self.named_phase)
         self._other_since = self.num_units
         self.num_optimizer_steps += 1
         if self._num_backwards:
             self._boundary = (self.num_units, self._last_ns, time.process_time_ns())
             self._losses_at_boundary = len(self._open_losses)
 
-    def rename(self, phase: int, names: Names | None) -> tuple[int, int]:
-        """From now on units have `names`, and `phase` unless 0; returns the phases that held before, for `unname`."""
-        self._cut()
-        before = (self._phase, self._named_phase)
-        if phase:
-            self._phase = self._named_phase = phase
-        self.names = names
-        return before
+    def switch(self, phase: int, named_phase: int, names: Names | None) -> None:
+        """From now on units have `names`, and `phase` unless 0; torch's own phases then end in `named_phase`.
 
-    def unname(self, phases: tuple[int, int] | None, names: Names | None) -> None:
-        """Undo a `rename`; `phases` is what it returned if it said a phase: torch's own phases else stay."""
-        self._cut()
-        if phases is not None:
-            self._phase, self._named_phase = phases
-            if self._phase == _OTHER:
+        Without a phase those of torch stay. Memory is looked at once in a millisecond: looking costs a microsecond.
+        """
+        now = self.now()
+        last = self._last_ns
+        if now > last:  # as compute_until, without a call
+            self._rows.append([_COMPUTE, self.phase, last, now, self.names, ABSENT])
+            self._last_ns = now
+            if now - self._memory_since > 1_000_000:
+                self._memory_since = now
+                resident = self._rows[-1][MEMORY] = self._memory()
+                if resident > self._memory_peak:
+                    self._memory_peak = resident
+        if phase:
+            self.phase, self.named_phase = phase, named_phase
+            if phase == _OTHER:
                 self._other_since = self._flushed + len(self._rows)  # never less than it was
         self.names = names
 
@@ -258,21 +244,6 @@ class Tracer:
         if phase:
             row[PHASE] = phase
 
-    def _cut(self) -> None:
-        """End the compute row here. Memory is looked at once in a millisecond: looking costs a microsecond."""
-        now = self.now()
-        last = self._last_ns
-        if now > last:  # as compute_until, without a call
-            row = _COMPUTE_ROW.copy()
-            row[1], row[2], row[3], row[16] = self._phase, last, now, self.names
-            self._rows.append(row)
-            self._last_ns = now
-            if now - self._memory_since > 1_000_000:
-                self._memory_since = now
-                resident = self._rows[-1][MEMORY] = self._memory()
-                if resident > self._memory_peak:
-                    self._memory_peak = resident
-
     def _enter(self, phase: int) -> None:
         before = len(self._rows)
         self.compute_until(self.now())
@@ -281,7 +252,7 @@ class Tracer:
             self._memory_peak = resident
         if len(self._rows) > before:
             self._rows[-1][MEMORY] = resident
-        self._phase = int(phase)
+        self.phase = int(phase)
 
     def _close_step_if_due(self) -> None:
         if self._boundary is None:
@@ -356,12 +327,7 @@ class Tracer:
         return {}
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
-        columns: dict[str, Any] = {}
-        for name, values in zip(_COLUMNS, zip(*rows, strict=True), strict=True):
-            if name in _OBJECT_COLUMNS:
-                columns[name] = list(values)
-            else:
-                columns[name] = np.array(values, dtype=np.uint64 if name == "group_id" else np.int64)
+        columns = columns_of(rows)
         columns |= name_columns(columns.pop("names"))
         columns |= self._notes.columns(self._flushed, len(rows))
         columns["step"] = self._step_column(len(rows))

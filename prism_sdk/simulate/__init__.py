@@ -10,7 +10,6 @@ A map for newcomers, in the order of dependence::
     critical, report     the longest path back; summarise(): a Report
     output               write_timeline(): a Timeline -> a trace file
     links, flows         shared_links(): which links transfers share; the loop in order of time that shares them
-    folding              folded_graph(): of a large job the ranks that differ, for the plan of a sandbox
     transfers            with_cluster(): transfers of a cluster profile
     selection, changes   which units; slow, scaled, equal, random weights (variants shares what stays)
     restructure, replicas   units removed, microbatches, schedules; data-parallel size

@@ -24,6 +24,7 @@ from prism_sdk.simulate.restructure import Microbatches, Remove, combined
 from prism_sdk.simulate.selection import Selection
 from prism_sdk.simulate.simulation import Timeline, simulate
 from prism_sdk.simulate.transfers import with_cluster
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 __all__ = ["Scenario", "parse_slow", "parse_straggle", "with_links"]
@@ -144,7 +145,7 @@ def _note_on_memory(job: SimJob) -> str:
     known = int((job.memory_bytes >= 0).sum())
     if not known:
         return "memory is not predicted: the trace does not show what a microbatch in flight takes"
-    of = "" if known == job.num_ranks else f" of {known:,} of {job.num_ranks:,} ranks"
+    of = "" if known == job.num_ranks else f" of {known:,} of {counted(job.num_ranks, 'rank', separator=',')}"
     return f"memory{of} is predicted from the microbatches in flight and what one of them takes in the trace"
 
 

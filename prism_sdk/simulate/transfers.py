@@ -19,6 +19,7 @@ from prism_sdk.errors import UsageError
 from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.variants import VariantWeights
 from prism_sdk.simulate.weights import UNKNOWN_TRANSFER, find_rows
+from prism_sdk.wording import counted
 from prismtrace import Op, UnitKind
 
 __all__ = ["lane_shapes", "with_cluster"]
@@ -94,9 +95,8 @@ def with_cluster(
             provenance[row] = found.provenance if relative_to is None else 3
             used[found.basis.split(",")[0]] += 1
         out.put(position, (mine, theirs), main, job.side[weights], provenance)
-    notes = [
-        f"transfers of {cluster.name}: {', '.join(f'{name} ({count:,} units)' for name, count in used.most_common(4))}"
-    ]
+    most = (f"{name} ({counted(count, 'unit', separator=',')})" for name, count in used.most_common(4))
+    notes = [f"transfers of {cluster.name}: {', '.join(most)}"]
     errors = [item.error_percent for item in cache.values() if item.error_percent]
     if errors:
         notes.append(

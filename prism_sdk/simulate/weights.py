@@ -165,13 +165,17 @@ def _of_rank(
     posted = np.where(start[row] != ABSENT, np.maximum(start[row], no_earlier), before[row])
     side[row] = posted - before[row]
     is_send = kind[row] == UnitKind.SEND
-    ended = np.where(end[row] == ABSENT, completed[event], end[row])
+    # and one that a wait found complete was complete by the end of that wait, whatever it took for the others
+    waits = np.flatnonzero(kind == UnitKind.WAIT)
+    found = np.full(len(kind), completed.max(initial=_LOW))
+    backwards = waits[awaited[waits] >= 0][::-1]
+    found[awaited[backwards]] = end[backwards]  # the first wait for it counts
+    ended = np.where(end[row] == ABSENT, np.minimum(completed[event], found[row]), end[row])
     moved = np.where(is_send, end[row] - posted, ended - ready[event])
     lacking = (ended == _LOW) | (untimed[event] > 0) | (is_send & (end[row] == ABSENT))
-    is_detached = (moved < 0) & ~is_send & ~lacking & timed[row]
-    moved = np.where(is_detached, -1 - np.maximum(end[row] - posted, 0), np.maximum(moved, 0))
+    is_detached = (moved < 0) & ~is_send & ~lacking & (timed[row] | (found[row] == ended))
+    moved = np.where(is_detached, -1 - np.maximum(ended - posted, 0), np.maximum(moved, 0))
     main[row] = np.where(lacking, 0, moved)
-    waits = np.flatnonzero(kind == UnitKind.WAIT)
     target = awaited[waits]
     complete = np.where((target >= 0) & timed[target], end[target], ABSENT)
     waited = (complete != ABSENT) & (complete > before[waits])

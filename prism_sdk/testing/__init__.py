@@ -18,7 +18,7 @@ from prism_sdk.testing.contracts import (
     ReplayBackendContract,
 )
 from prism_sdk.testing.launches import Launched, Launches, losses
-from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order
+from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order, used_groups
 from prism_sdk.testing.plugins import isolated_manager
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
@@ -36,4 +36,5 @@ __all__ = [
     "isolated_manager",
     "losses",
     "unit_order",
+    "used_groups",
 ]

@@ -50,6 +50,9 @@ class Launches:
         command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "-o", trace, *plugin, *options]
         command += ["-m", "--", script] if isinstance(script, str) else ["--", script]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PRISM_")}
+        if "PYTHONPATH" in environment:  # the launch is in another folder
+            places = [os.path.abspath(one) for one in environment["PYTHONPATH"].split(os.pathsep) if one]
+            environment["PYTHONPATH"] = os.pathsep.join(places)
         environment |= {"OMP_NUM_THREADS": "1", **self.environment}
         done = subprocess.run(
             [str(word) for word in (*command, *arguments)], cwd=self.folder, env=environment, text=True,

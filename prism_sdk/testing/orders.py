@@ -14,7 +14,7 @@ from typing import Any
 
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
-__all__ = ["NamedUnit", "check_golden", "unit_order"]
+__all__ = ["NamedUnit", "check_golden", "unit_order", "used_groups"]
 
 _TALKS = frozenset({UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV})
 
@@ -102,6 +102,16 @@ def _order(reader: TraceReader, rank: int, *, step: int | None, named_only: bool
         if talks or not found or found[-1] != one:
             found.append(one)
     return found
+
+
+def used_groups(trace: Path | TraceReader, rank: int, *, step: int) -> set[tuple[str | None, tuple[int, ...]]]:
+    """The process groups in which ``rank`` communicates in a step: the purpose of each, and its ranks."""
+    if not isinstance(trace, TraceReader):
+        with TraceReader(trace) as reader:
+            return used_groups(reader, rank, step=step)
+    units = trace.units(rank, steps=step, columns=["kind", "group_id"])
+    used = {group for kind, group in zip(units.kind.tolist(), units.group_id.tolist(), strict=True) if kind in _TALKS}
+    return {(trace.metadata.get(f"group.{group}.purpose"), trace.groups[group].ranks) for group in used}
 
 
 def check_golden(path: Path, order: list[NamedUnit], *, update: bool = False) -> None:

@@ -15,6 +15,7 @@ ABSENT_VALUES: dict[str, Any] = {
     "dtype": 0, "num_elements_in": ABSENT, "num_elements_out": ABSENT, "peer": ABSENT32, "tag": ABSENT,
     "is_async": False, "awaits": ABSENT, "transfer_ns": ABSENT, "gap_ns": ABSENT, "memory_bytes": ABSENT,
     "microbatch": ABSENT32, "stage": ABSENT32, "model_chunk": ABSENT32,
+    "prism.layer": None, "moe.tokens_per_expert": None,
 }  # fmt: skip
 
 

@@ -124,7 +124,7 @@ def test_a_trace_into_a_trace_is_refused(tmp_path: Path, plugin: str, capsys: py
     assert "prism merge" in capsys.readouterr().err
     assert convert(plugin, trace, "-o", tmp_path / "b.unknown") == 2
     error = capsys.readouterr().err
-    assert ".num.txt" in error and "text (one number a line)" in error
+    assert ".num.txt" in error and "text: one number a line" in error
     assert convert(plugin, trace, "-o", trace) == 2
 
 
@@ -133,7 +133,7 @@ def test_unknown_and_ambiguous_formats_are_named(
 ) -> None:
     assert convert(plugin, source(tmp_path / "x", "#raise"), "-o", tmp_path / "o.prism") == 2
     error = capsys.readouterr().err
-    assert "no importer recognises" in error and "lines (one number a line)" in error
+    assert "no importer recognises" in error and "lines: one number a line" in error
     both = source(tmp_path / "both", "#lines\n1\nboth")
     assert convert(plugin, both, "-o", tmp_path / "o.prism") == 2
     assert "more than one importer recognises" in capsys.readouterr().err
@@ -201,7 +201,7 @@ def test_a_failing_exporter_leaves_nothing(tmp_path: Path, plugin: str, capsys: 
     (tmp_path / "old.num").write_text("old")
     assert convert(plugin, long, "-o", tmp_path / "old.num", "--overwrite") == 3
     assert (tmp_path / "old.num").read_text() == "old"
-    assert convert(plugin, source(tmp_path / "ok"), "-o", tmp_path / "no" / "o.num") == 1
+    assert convert(plugin, source(tmp_path / "ok"), "-o", tmp_path / "no" / "o.num") == 2
     (tmp_path / "full").mkdir()
     source(tmp_path / "full" / "x")
     assert convert(plugin, tmp_path / "ok", "-o", tmp_path / "full", "--to", "text") == 1

@@ -13,6 +13,7 @@ import pytest
 from prism_sdk.cli import checks
 from prism_sdk.cli.checks import Check, run_checks
 from prism_sdk.cli.main import run
+from prism_sdk.runtime import gauges
 
 STRATEGY = """
 from prism_sdk import hookimpl
@@ -69,6 +70,27 @@ def test_doctor_checks_the_real_machine(capsys: pytest.CaptureFixture[str]) -> N
     assert code == (0 if values["ok"] else 1)
     assert all(check["status"] in ("ok", "warning", "problem") for check in values["checks"])
     assert all(check["hint"] for check in values["checks"] if check["status"] == "problem")
+
+
+def test_doctor_gives_back_file_pages_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of files that nobody uses now count as available: less the kernel's answer would be too little."""
+    limit, used, inactive = 4 << 30, 3 << 30, 2 << 30
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
+    monkeypatch.setattr(gauges, "_CGROUP", tmp_path)
+    machine = gauges._machine()
+    assert machine is not None
+    in_container = limit - used + inactive if machine.total_bytes > limit else machine.total_bytes
+    assert gauges.available_bytes() == pytest.approx(
+        min(in_container, machine.total_bytes - machine.used_bytes), abs=256 << 20
+    )  # fmt: skip
+    memory = checks._memory()
+    assert memory.status == "ok" and memory.detail.endswith("available")
+    (tmp_path / "memory.stat").write_text("anon 5\n")
+    (tmp_path / "memory.current").write_text(f"{limit + 4096}\n")
+    if machine.total_bytes > limit:
+        assert gauges.available_bytes() == 0 and checks._memory().status == "warning"
 
 
 def test_doctor_ends_with_1_on_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,7 +121,7 @@ def test_merge(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with prismtrace.TraceReader(output) as reader:
         assert tuple(reader.ranks) == (0, 1)
     assert run(["merge", *map(str, parts), "-o", str(parts[0])]) == 2
-    assert "one of the files to merge" in capsys.readouterr().err
+    assert "which is to be read" in capsys.readouterr().err
 
 
 def test_validate_says_each_place_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,13 +150,16 @@ def test_recover_of_the_shards_of_a_killed_run_says_what_happens_to_them(
     assert run(["recover", str(parts / "rank-0.prism"), "-o", str(tmp_path / "x")]) == 0
 
 
-@pytest.mark.parametrize("command", ["simulate", "analyze", "info", "report"])
+@pytest.mark.parametrize("command", ["simulate", "analyze", "info", "report", "sweep", "cat", "compare"])
 def test_an_unfinished_file_is_used_as_far_as_it_goes(
     tmp_path: Path, unfinished: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    more = ["-o", str(tmp_path / "page.html")] if command == "report" else []
-    assert run([command, str(unfinished), *more]) == 0
-    assert "unfinished" in capsys.readouterr().out
+    more = {
+        "report": ["-o", str(tmp_path / "page.html")], "sweep": ["--variant", "--no-gaps"], "compare": [str(unfinished)],
+    }  # fmt: skip
+    assert run([command, str(unfinished), *more.get(command, [])]) == 0
+    shown = capsys.readouterr()
+    assert "unfinished" in (shown.err if command == "cat" else shown.out)
 
 
 @pytest.mark.parametrize("command", ["slice", "diff"])
@@ -169,11 +172,28 @@ def test_what_needs_a_whole_file_names_the_command_that_saves_it(
     assert "`prism recover` saves" in text and "allow_unfinished" not in text
 
 
-def test_a_report_into_a_folder_is_refused(tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+WRITERS = ("report", "compact", "redact", "recover", "simulate", "merge", "slice --ranks 0", "expand --dp 2")
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_where_nothing_can_be_written_is_said_before_the_work(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    def written(output: Path, *flags: str) -> tuple[int, str]:
+        code = run([*command.split(), str(trace), "-o", str(output), *flags])
+        return code, capsys.readouterr().err
+
     for flags in ([], ["--overwrite"]):
-        assert run(["report", str(trace), "-o", str(tmp_path), *flags]) == 2
-        text = capsys.readouterr().err
-        assert "is a folder" in text and "--overwrite" not in text
+        code, text = written(tmp_path, *flags)
+        assert code == 2 and "is a folder" in text and "--overwrite" not in text
+        code, text = written(tmp_path / "none" / "x", *flags)
+        assert code == 2 and f"there is no folder {tmp_path / 'none'}" in text
+    (tmp_path / "there").write_text("mine")
+    code, text = written(tmp_path / "there")
+    assert code == 1 and "--overwrite replaces it" in text and (tmp_path / "there").read_text() == "mine"
+    code, text = written(trace, "--overwrite")
+    assert code == 2 and "which is to be read" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["real.prism", "there"]
 
 
 @pytest.mark.parametrize(

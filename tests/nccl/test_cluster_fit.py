@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from real_records import unpack
+from real_records import DATA, unpack
 
 from prism_sdk.cli.main import run
 from prism_sdk.cli.output import json_ready
 from prism_sdk.cluster import Shape, estimate, load_cluster, read_nccl, tables_of
 from prism_sdk.cluster.estimate import FITTED, MODELLED
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.nccl.job import load_job
 from prism_sdk.nccl.report import make_report
 from prismtrace import Op
@@ -48,8 +48,9 @@ def test_a_fitted_profile_estimates_with_provenance(
 ) -> None:
     mine = str(tmp_path / "mine.toml")
     assert run(["cluster", "init", "h200-sxm", "--nodes", "1", "-o", mine]) == 0
-    assert run(["cluster", "fit", mine, "--nccl", str(records), "-o", mine]) == 0
-    assert f"NCCL profiler, {records.name}" in capsys.readouterr().out
+    assert run(["cluster", "fit", mine, "--nccl", str(records), "-o", mine, "--overwrite"]) == 0
+    shown = capsys.readouterr()
+    assert f"NCCL profiler, {records.name}" in shown.out and "it was killed" in shown.err
     cluster = load_cluster(mine)
     known = estimate(cluster, Op.ALL_REDUCE, num_bytes=64 << 20, shape=PAIR)
     assert known.provenance == FITTED and 200_000 < known.time_ns < 300_000
@@ -77,9 +78,30 @@ def test_what_has_no_times_of_its_own_is_refused(records: Path, tmp_path: Path) 
     alone = sorted(records.iterdir())[0]
     with pytest.raises(UsageError, match="no operation has a time of its own"):
         read_nccl([alone])
+    with pytest.raises(UsageError, match="record files of all ranks"):
+        read_nccl([alone])
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    for num_bytes, error, match in ((2500, UsageError, "copy them again"), (300, UnreadableError, "cut off")):
+        for path in records.iterdir():
+            (cut / path.name).write_bytes(path.read_bytes()[:num_bytes])
+        with pytest.raises(error, match="damaged or cut off"):
+            read_nccl([cut])
+        with pytest.raises(error, match=match):
+            read_nccl([cut])
+    (tmp_path / "cut.json").write_text('{"rows": [')
+    with pytest.raises(UnreadableError, match="it is no JSON"):
+        read_nccl([tmp_path / "cut.json"])
     (tmp_path / "other.json").write_text("[1]")
     with pytest.raises(UsageError, match="not a report"):
         read_nccl([tmp_path / "other.json"])
+
+
+def test_findings_are_an_exit_code(records: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["nccl", "report", str(records)]) == 1  # rank 0 was killed
+    assert "finding:" in capsys.readouterr().out
+    assert run(["nccl", "report", str(DATA)]) == 3
+    assert "zstd -d" in capsys.readouterr().err
 
 
 def test_the_report_takes_sizes_together(records: Path) -> None:

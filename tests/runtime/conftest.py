@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from prismtrace import TraceReader
+from tests.runtime.laboratory import Laboratory
 
 SECONDS = 60.0  # no launch of these tests takes longer, or it hangs
 
@@ -123,3 +124,9 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
     yield bench
     bench.close()
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    """One for all tests: what one file has recorded another need not record again."""
+    return Laboratory(tmp_path_factory.mktemp("laboratory"))

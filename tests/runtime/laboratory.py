@@ -51,6 +51,12 @@ class Laboratory:
         )
         return Ended(done.returncode, done.stdout, done.stderr)
 
+    def room(self, name: str) -> Path:
+        """A folder for the scripts and results of one file of tests."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
     def path(self, name: str) -> Path:
         self.serial += 1
         return self.folder / f"{name}-{self.serial}.prism"

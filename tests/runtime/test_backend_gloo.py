@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from prismtrace import TraceReader
-from tests.runtime.laboratory import EXAMPLES, Laboratory, made_up_times, metadata
+from tests.runtime.laboratory import DDP, Laboratory, made_up_times, metadata
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -86,11 +86,6 @@ EVERYTHING = """
 """
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("gloo"))
-
-
 def got(folder: Path, rank: int) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
     return found
@@ -98,12 +93,13 @@ def got(folder: Path, rank: int) -> dict[str, Any]:
 
 def test_sandbox_ranks_get_what_eight_real_ranks_get(lab: Laboratory) -> None:
     """The sandbox ranks contribute something else than recorded: what all get of it must be what a real run gives."""
-    script = lab.folder / "everything.py"
+    place = lab.room("gloo")
+    script = place / "everything.py"
     script.write_text(textwrap.dedent(EVERYTHING))
 
     def program(name: str, changed: tuple[int, ...]) -> tuple[Path, tuple[str, ...]]:
-        (lab.folder / name).mkdir()
-        return lab.folder / name, (str(script), str(lab.folder / name), json.dumps(changed))
+        (place / name).mkdir()
+        return place / name, (str(script), str(place / name), json.dumps(changed))
 
     size = ("--nproc-per-node", str(NUM_RANKS))
     recorded, as_recorded = program("recorded", ())
@@ -139,7 +135,6 @@ def assert_full_traffic(facts: Any, rank: int) -> None:
 
 
 LOSS = re.compile(r"step (\d+) loss (\S+)")
-DDP = (str(EXAMPLES / "train_ddp.py"), "--steps", "3", "--width", "32", "--layers", "2", "--batch", "8", "--precise")
 
 
 def losses(text: str) -> list[float]:

@@ -24,11 +24,6 @@ PIPELINE = ("train_pipeline_1f1b.py", "--steps", "3", "--layers", "1", "--heads"
 MOE = ("train_qwen3moe_fsdp2.py", "--steps", "2", "--layers", "2", "--experts", "4", *MODEL)
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("emulate"))
-
-
 def losses(path: Path, rank: int) -> list[float]:
     with TraceReader(path) as reader:
         return [float(loss) for loss in reader.steps(rank).loss]

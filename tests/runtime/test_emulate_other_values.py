@@ -84,19 +84,14 @@ EVALUATES = """
 """
 
 
-@pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    return Laboratory(tmp_path_factory.mktemp("emulate"))
-
-
 def program(lab: Laboratory, text: str, *arguments: str) -> tuple[str, ...]:
-    path = lab.folder / f"script{abs(hash(text))}.py"
+    path = lab.room("values") / f"script{abs(hash(text))}.py"
     path.write_text(textwrap.dedent(text))
     return (str(path), *arguments)
 
 
 def objects(lab: Laboratory, name: str, texts: str) -> tuple[Path, tuple[str, ...]]:
-    folder = lab.folder / name
+    folder = lab.room("values") / name
     folder.mkdir(exist_ok=True)
     return folder, program(lab, OBJECTS, str(folder), texts)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prism_sdk.cli.main import run
 from prismtrace import GraphKind, TraceReader
 
 pytestmark = pytest.mark.timeout(120)
@@ -120,12 +121,7 @@ def test_two_nodes_write_a_trace_each_and_merge_joins_them(bench: Any) -> None:
         ended = bench.finish(process)
         assert ended.code == 0, ended.err
     joined = bench.folder / "job.prism"
-    merge = bench.start(
-        sys.executable, "-m", "prism_sdk.cli.main", "merge", bench.folder / "node0.prism", bench.folder / "node1.prism",
-        "-o", joined,
-    )  # fmt: skip
-    ended = bench.finish(merge)
-    assert ended.code == 0, ended.err
+    assert run(["merge", *(str(bench.folder / f"node{node}.prism") for node in "01"), "-o", str(joined)]) == 0
     with TraceReader(joined) as reader:
         assert reader.ranks == (0, 1, 2, 3) and reader.world_size == 4
         assert len(reader.groups) == 1

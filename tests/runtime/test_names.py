@@ -166,16 +166,29 @@ def test_a_closed_namer_does_nothing(desk: Desk) -> None:
     assert desk.tracer.num_units == before and desk.tracer.names is None
 
 
-def test_an_event_costs_less_than_a_microsecond(desk: Desk) -> None:
-    namer, best = desk.outer, float("inf")
+def test_an_event_costs_about_twice_what_no_event_can_do_without(desk: Desk) -> None:
+    """Measured against a loop of what no event can do without, in turns: the machine's speed and load cancel."""
+    namer, clock, rows = desk.outer, time.monotonic_ns, list[Any]()
+    known = {(desk, "forward", number, 1, None, None, "forward", None, "steady"): number for number in range(32)}
+
+    def least(phase: str, *, microbatch: int, stage: int, part: str, schedule: str) -> None:
+        said = (desk, phase, microbatch, stage, None, None, part, None, schedule)
+        rows.append([known[said], phase, clock(), microbatch, stage, part])
+
+    best = {"event": float("inf"), "least": float("inf")}
     for _ in range(60):
         begin = time.perf_counter_ns()
         for microbatch in range(32):
+            least("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady")
+        middle = time.perf_counter_ns()
+        for microbatch in range(32):
             namer.leave(namer.enter("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady"))
-        best = min(best, (time.perf_counter_ns() - begin) / 64)
+        best["event"] = min(best["event"], (time.perf_counter_ns() - middle) / 64)
+        best["least"] = min(best["least"], (middle - begin) / 32)
         desk.tracer._rows.clear()
-    print(f"{best:.0f} ns an event")
-    assert best < 1500, f"{best:.0f} ns an event"  # 500 to 700 where nothing else runs; the margin is for CI
+        rows.clear()
+    print(best)
+    assert best["event"] < 2.5 * best["least"], best
 
 
 # --- wrapping ----------------------------------------------------------------------------------------------------

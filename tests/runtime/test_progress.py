@@ -136,6 +136,9 @@ def test_through_a_pipe_there_are_lines_and_no_control_characters(tmp_path: Path
         r"prism record: +\d+\.\d s  running \d, parked \d, (not started \d, )?done \d of 3 ranks; step \d+(\.\.\d+)?; "
         r"\d+ switches/s; host memory \d+\.\d of \d+\.\d GiB(, device .* GiB)?", lines[-1],
     )  # fmt: skip
+    (last,) = re.findall(r"prism record: +(\d+\.\d) s  ", lines[-1])
+    (end,) = re.findall(r"prism record: done in (\d+\.\d) s: ", done.stderr)
+    assert float(last) <= float(end)  # both count from the start of the launch
 
 
 def test_output_into_a_file_is_the_same_when_progress_is_on_the_terminal(

@@ -15,10 +15,23 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
+from prism_sdk.runtime import tracer as tracing
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.tracer import ResidentMemory, Tracer, open_shard
-from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, ReduceOp, TraceReader, UnitKind, validate
+from prismtrace import (
+    ABSENT,
+    ABSENT32,
+    DType,
+    GraphKind,
+    Op,
+    Phase,
+    ProcessGroup,
+    ReduceOp,
+    TraceReader,
+    UnitKind,
+    validate,
+)
 
 GROUP = GroupState(name="dp", ranks=(4, 7, 9), group_rank=1, backend="gloo", description="", group_id=77)
 FORWARD, BACKWARD, OPTIMIZER, OTHER = Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER
@@ -30,12 +43,10 @@ class Rank:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "parts") -> None:
         self.now = 1000
         self.resident = 10
-        monkeypatch.setattr(rows, "now_ns", lambda: self.now)
+        monkeypatch.setattr(tracing, "now_ns", lambda: self.now)
         self.folder = folder / name
         self.tracer = Tracer(7, open_shard(self.folder, 7, GraphKind.OBSERVED, 16, {}), memory=lambda: self.resident)
-        self.tracer.add_group(
-            rows.ProcessGroup(group_id=77, name="dp", description="", backend="gloo", ranks=GROUP.ranks)
-        )
+        self.tracer.add_group(ProcessGroup(group_id=77, name="dp", description="", backend="gloo", ranks=GROUP.ranks))
         self.num = 0
 
     def work(self, duration: int = 10) -> None:
@@ -319,7 +330,7 @@ def test_where_rows_are_written_out_makes_no_difference(
 
 
 def test_rows_are_written_at_a_step_boundary_when_there_are_many(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "FLUSH_ROWS", 20)
+    monkeypatch.setattr(tracing, "FLUSH_ROWS", 20)
     path = rank.folder / "rank-00007.prism"
     sizes = []
     for _ in range(8):
@@ -386,3 +397,8 @@ def test_a_real_program_with_checkpoints_and_two_optimizers(bench: Any, dummy: t
     # two optimizers follow one another with a sliver of host time between them
     phases = [Phase(p) for s, p in zip(table.step.tolist(), table.phase.tolist(), strict=True) if s == 1]
     assert [phase for phase in phases if phase is not OTHER] == [FORWARD, BACKWARD] * 3 + [OPTIMIZER] * 2
+
+
+def test_a_group_without_a_description_is_called_by_its_ranks() -> None:
+    assert GROUP.label == "of ranks 4,7,9"
+    assert GroupState("1", (0, 1), 0, "gloo", "pairs", 7).label == "pairs"

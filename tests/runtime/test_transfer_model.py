@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from prism_sdk.builtin.slices import Options, partition
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
-from prism_sdk.errors import CalibrationError
+from prism_sdk.errors import UsageError
 from prism_sdk.graph.job import JobGraph
 from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, UnitKind
 
@@ -137,5 +137,9 @@ def test_every_rank_is_in_one_slice(world_size: int, num_slots: int) -> None:
 
 def test_options_that_are_no_numbers_are_refused_by_name() -> None:
     assert Options.parse({"passes": "2", "transfers": "x.prism"}) == Options(passes=2, transfers="x.prism")
-    with pytest.raises(CalibrationError, match="many"):
-        Options.parse({"passes": "many"})
+    for key, value, why in (
+        ("passes", "many", "many is not a whole number"), ("passes", "0", "at least 1"),
+        ("warmup_steps", "-1", "at least 0"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=why):
+            Options.parse({key: value})

@@ -148,8 +148,16 @@ def test_results_that_nobody_waits_for_are_there_after_a_barrier(bench: Any) -> 
         total, all_of_them = torch.ones(6000), torch.zeros(4 * 10)
         dist.all_reduce(total, async_op=True)
         dist.all_gather_into_tensor(all_of_them, torch.ones(10), async_op=True)
+        message, later = torch.zeros(3000), torch.zeros(1)
+        dist.irecv(message, (dist.get_rank() - 1) % 4)
+        works = [dist.irecv(later, (dist.get_rank() - 1) % 4)]
+        dist.isend(torch.ones(3000), (dist.get_rank() + 1) % 4)
         dist.barrier()
-        missing += bool((total != 4).any() or (all_of_them != 1).any())
+        missing += bool((total != 4).any() or (all_of_them != 1).any() or (message != 1).any())
+        missing += bool(later.any())
+        works += [dist.isend(torch.ones(1), (dist.get_rank() + 1) % 4)]
+        [work.wait() for work in works]
+        missing += not later.all()
     assert missing == 0, missing
     """)
     ended = bench.run("record", script, "--nproc-per-node", "4", "--slots", "2")

@@ -219,7 +219,10 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "all_reduce_perf.log").write_text(LOG)
     mine = str(tmp_path / "mine.toml")
     assert run(["cluster", "init", "h100-sxm", "--nodes", "2", "--name", "mine", "-o", mine]) == 0
-    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 0
+    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 1
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    fit = ["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine, "--overwrite"]
+    assert run(fit) == 0
     assert run(["cluster", "check", mine]) == 0
     assert "mine: 2 nodes of 8 GPUs" in capsys.readouterr().out
     assert run(["cluster", "check", mine, "--json"]) == 0
@@ -230,3 +233,14 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["simulate", str(job), "--cluster", "nowhere"]) == 2
     assert "there are: a100-sxm, h100-sxm, h200-sxm" in capsys.readouterr().err
     assert run(["cluster", "fit", mine]) == 2
+    assert run(["cluster", "init", "-o", mine]) == 1 and load_cluster(mine).name == "mine"
+    assert run(["cluster", "init", "-o", str(tmp_path)]) == 2 and run(["cluster", "init", "-o", "none/x.toml"]) == 2
+    capsys.readouterr()
+    (tmp_path / "cut.json").write_text('[{"op": "all_re')
+    (tmp_path / "binary.csv").write_bytes(b"op,size\n\xff\xfe")
+    for file, why in (("cut.json", "it is no JSON"), ("binary.csv", "not UTF-8 text, at byte 8")):
+        assert run(["cluster", "fit", mine, "--measurements", str(tmp_path / file)]) == 3
+        assert why in capsys.readouterr().err
+    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 1
+    assert run(["simulate", str(job), "-o", str(job), "--overwrite"]) == 2
+    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism"), "--overwrite"]) == 0

@@ -73,6 +73,23 @@ def test_what_was_observed_comes_out_again(seed: int) -> None:
         assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns)
 
 
+def test_an_operation_that_a_wait_found_complete_was_so_for_this_rank() -> None:
+    """Whose own completion nobody dated: it is not that of the member that was told last."""
+    program = Program(2, {1: (0, 1)})
+    collective = {"kind": 2, "step": 0, "op": int(Op.ALL_REDUCE), "group_id": 1, "seq": 0}
+    for rank, (post, wait, end) in enumerate([(100, 200, 201), (120, 130, 260)]):
+        dated = {"end_ns": end} if rank else {}
+        program.rows[rank] = [
+            {"kind": 1, "step": 0, "start_ns": 0, "end_ns": post},
+            {**collective, "start_ns": post, **dated},
+            {"kind": 1, "step": 0, "start_ns": post, "end_ns": wait},
+            {"kind": 5, "step": 0, "awaits": 1, "start_ns": wait, "end_ns": end},
+        ]
+    timeline = _timeline(program, kind=GraphKind.OBSERVED)
+    assert [int(timeline.times(rank).end_ns[-1]) for rank in range(2)] == [201, 260]
+    assert timeline.job.num_detached == 0
+
+
 def test_members_that_left_early_wait_for_nobody() -> None:
     program = Program(2, {1: (0, 1)})
     for rank, (start, end) in enumerate([(100, 130), (900, 950)]):

@@ -94,7 +94,7 @@ def test_groups_metadata_header_and_ranks(tmp_path: Path, sample: Path) -> None:
     texts = {(item.category, item.where): (item.before, item.after) for item in found.values}
     assert texts["header", "graph_kind"] == ("observed", "bare")
     assert texts["metadata", "x"] == (None, "1")
-    assert texts["ranks", "rank 2"] == (None, "1 units")
+    assert texts["ranks", "rank 2"] == (None, "1 unit")
     assert texts["groups", "group tp"][0] is None
 
 
@@ -115,6 +115,17 @@ def test_losses_are_compared_bit_by_bit(tmp_path: Path) -> None:
     found = diff(tmp_path / "a", tmp_path / "b")
     assert found.counts == {"scalars": 3} and found.largest_scalar_difference == 0.5
     assert found.values[0].where == "rank 0, step 3 loss (the largest of 2)"
+
+
+def test_a_loss_on_one_side_only_is_absent_and_no_number(tmp_path: Path) -> None:
+    for name, values in (("a", [1.0, 2.0]), ("b", [float("nan"), 2.5])):
+        with TraceWriter(tmp_path / name) as writer:
+            writer.add_steps(0, {"step": [0, 1], "end_ns": [1, 2], "loss": values, "num_losses": [1] * 2})
+            writer.add_scalars(0, {"step": [0], "name": ["lr"], "value": [values[0]]})
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert found.largest_scalar_difference == 0.5 and found.counts == {"scalars": 3}
+    assert [(one.before, one.after) for one in found.values] == [("1.0", "absent"), ("1.0", "nan")]
+    assert diff(tmp_path / "b", tmp_path / "a").values[0].before == "absent"
 
 
 def test_unknown_categories_are_refused(sample: Path) -> None:

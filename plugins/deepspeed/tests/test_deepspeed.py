@@ -13,10 +13,11 @@ from prismtrace_deepspeed.adapter import DeepSpeedAdapter
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order, used_groups
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 MICROBATCHES = 4
+NUM_RANKS = 8
 KINDS = ["zero:3:engine", "zero:3:torch", "pipe:2"]  # two steps each
 STEP_OF = {kind: 2 * at + 1 for at, kind in enumerate(KINDS)}  # the second step of each
 
@@ -36,7 +37,7 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
 @pytest.fixture(scope="module")
 def job(launches: Launches) -> Launched:
     """ZeRO with either style of backward pass, and a pipeline, in one recording."""
-    return launches.record(JOB, KINDS, num_ranks=4)
+    return launches.record(JOB, KINDS, num_ranks=NUM_RANKS)
 
 
 def instructions(trace: Path, rank: int) -> list[str]:
@@ -52,8 +53,8 @@ def instructions(trace: Path, rank: int) -> list[str]:
 def test_instructions_are_those_that_deepspeed_planned(job: Launched) -> None:
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    for rank in range(4):
-        plan = TrainSchedule(micro_batches=MICROBATCHES, stages=2, stage_id=rank // 2).steps()
+    for rank in range(NUM_RANKS):
+        plan = TrainSchedule(micro_batches=MICROBATCHES, stages=2, stage_id=rank // 4).steps()
         planned = [type(command).__name__ for commands in plan for command in commands]
         assert instructions(job.trace, rank) == planned
 
@@ -61,7 +62,7 @@ def test_instructions_are_those_that_deepspeed_planned(job: Launched) -> None:
 def test_microbatches_of_messages_match(job: Launched) -> None:
     sent: Counter[tuple[int | str | None, ...]] = Counter()
     received: Counter[tuple[int | str | None, ...]] = Counter()
-    for rank in range(4):
+    for rank in range(NUM_RANKS):
         for unit in unit_order(job.trace, rank):
             if unit.op == "send" and unit.label:
                 sent[(rank, unit.peer, unit.phase, unit.microbatch)] += 1
@@ -79,14 +80,18 @@ def test_stages_schedule_and_coordinates(job: Launched) -> None:
     assert first[0] == "warmup" and first[-1] == "cooldown"
     reduced = [
         unit
-        for unit in unit_order(job.trace, 3, step=STEP_OF["pipe:2"])
+        for unit in unit_order(job.trace, 7, step=STEP_OF["pipe:2"])
         if unit.op == "all_reduce" and unit.part == "grad_sync"
     ]
     assert reduced and {(unit.label, unit.purpose) for unit in reduced} == {("ReduceGrads", "dp")}
     with prismtrace.TraceReader(job.trace) as reader:
-        found = [reader.metadata[f"rank.{rank}.coordinates"] for rank in range(4)]
-        assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(4))
-    assert [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found] == ["0", "0", "1", "1"]
+        found = [reader.metadata[f"rank.{rank}.coordinates"] for rank in range(NUM_RANKS)]
+        assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(NUM_RANKS))
+    assert used_groups(job.trace, 0, step=STEP_OF["zero:3:engine"]) == {("dp", tuple(range(NUM_RANKS)))}
+    assert used_groups(job.trace, 3, step=STEP_OF["pipe:2"]) == {
+        ("dp", (0, 1, 2, 3)), ("pp", (3, 7)), ("tp_pp", (3, 7)), ("dp", tuple(range(NUM_RANKS))),
+    }  # fmt: skip
+    assert [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found] == ["0"] * 4 + ["1"] * 4
 
 
 def of(order: list[NamedUnit], part: str, op: str) -> list[NamedUnit]:

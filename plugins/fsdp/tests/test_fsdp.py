@@ -14,10 +14,11 @@ from prismtrace_fsdp.adapter import DataParallelAdapter
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launches, NamedUnit, losses, unit_order, used_groups
 
 JOB = Path(__file__).parent / "data_parallel_job.py"
 KINDS = ("ddp", "fsdp1", "fsdp2", "hsdp", "grouped", "twice", "tensor")
+NUM_RANKS = 8
 LAYERS = ("blocks.0", "blocks.1", "(root)")
 
 
@@ -28,7 +29,7 @@ class TestContract(FrameworkAdapterContract):
 
 @dataclass(frozen=True)
 class Job:
-    """All kinds, two steps each, recorded at four ranks on two slots."""
+    """All kinds, two steps each, recorded at eight ranks on two slots."""
 
     launches: Launches
     trace: Path
@@ -42,7 +43,7 @@ class Job:
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     launches = Launches(tmp_path_factory.mktemp("kinds"), plugin="prismtrace_fsdp")
-    done = launches.record(JOB, KINDS, num_ranks=4)
+    done = launches.record(JOB, KINDS, num_ranks=NUM_RANKS)
     return Job(launches, done.trace, losses(done.out))
 
 
@@ -50,7 +51,7 @@ def counted(order: list[NamedUnit], part: str, op: str) -> Counter[tuple[str | N
     return Counter((unit.layer, unit.microbatch) for unit in order if unit.op == op and unit.part == part)
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [0, 7])
 def test_fsdp2_gathers_and_reduces_each_layer_in_each_microbatch(job: Job, rank: int) -> None:
     order = job.order("fsdp2", rank)
     gathers, reductions = counted(order, "param_gather", "all_gather"), counted(order, "grad_sync", "reduce_scatter")
@@ -87,6 +88,9 @@ def test_hybrid_sharding_reduces_over_replicas_too(job: Job) -> None:
     reductions = counted(order, "grad_sync", "all_reduce")
     assert reductions == {(layer, mb): 1 for layer in LAYERS for mb in (0, 1)}
     purposes = {(unit.op, unit.purpose) for unit in order if unit.op is not None}
+    assert used_groups(job.trace, 6, step=2 * KINDS.index("hsdp") + 1) == {
+        ("dp_shard", (4, 5, 6, 7)), ("dp_replicate", (2, 6)),
+    }  # fmt: skip
     assert purposes == {("all_gather", "dp_shard"), ("reduce_scatter", "dp_shard"), ("all_reduce", "dp_replicate")}
 
 
@@ -110,10 +114,10 @@ def test_tensor_parallel_collectives_have_their_purpose(job: Job) -> None:
     used = Counter(unit.purpose for unit in order if unit.op is not None)
     assert used["tp"] > 0 and used["dp_shard"] > 0
     with prismtrace.TraceReader(job.trace) as reader:
-        for rank in range(4):
+        for rank in range(NUM_RANKS):
             coordinates = dict(pair.split("=") for pair in reader.metadata[f"rank.{rank}.coordinates"].split(","))
             assert (coordinates["dp"], coordinates["tp"]) == (str(rank // 2), str(rank % 2))
-            assert (coordinates["replicate"], coordinates["shard"]) == (str(rank // 2), str(rank % 2))
+            assert (coordinates["replicate"], coordinates["shard"]) == (str(rank // 4), str(rank % 4))
             assert reader.metadata[f"rank.{rank}.fidelity"] == "full"
 
 
@@ -126,7 +130,7 @@ def test_every_step_counts_microbatches_anew(job: Job, kind: str) -> None:
 
 
 def reference() -> list[float]:
-    """The losses of the job's model on one process: the mean gradient over the two streams of data, without Prism."""
+    """The losses of the job's model on one process: the mean gradient over the streams of data, without Prism."""
     import torch
     from torch import nn
 
@@ -140,17 +144,18 @@ def reference() -> list[float]:
     head = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16))
     parameters = [*blocks.parameters(), *head.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
-    streams = [torch.Generator().manual_seed(1 + stream) for stream in (0, 1)]
+    num_streams = NUM_RANKS // 2
+    streams = [torch.Generator().manual_seed(1 + stream) for stream in range(num_streams)]
     means = []
     for _ in range(2):
         losses = [
             (model(x) - x.tanh()).square().mean()
-            for x in (torch.randn(4, 16, generator=streams[number % 2]) for number in range(4))
+            for x in (torch.randn(4, 16, generator=streams[number % num_streams]) for number in range(2 * num_streams))
         ]
-        (sum(losses, torch.zeros(())) / 2).backward()  # two microbatches; replicas are averaged
+        (sum(losses, torch.zeros(())) / num_streams).backward()  # two microbatches; replicas are averaged
         optimizer.step()
         optimizer.zero_grad()
-        means.append((losses[0].item() + losses[2].item()) / 2)
+        means.append((losses[0].item() + losses[num_streams].item()) / 2)
     return means
 
 

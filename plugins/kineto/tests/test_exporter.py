@@ -7,15 +7,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from kineto_helpers import DATA, chrome, convert, parsed, restored
 from prismtrace_kineto import chrome as chrome_module
 from prismtrace_kineto.exporter import KinetoExporter
 
 import prismtrace
+from prism_sdk.analysis import breakdown_of, load_job, stragglers_of
 from prism_sdk.errors import OutputError, UsageError
 from prism_sdk.plugins import PluginManager
-from prismtrace import Op, ProcessGroup, TraceFormatError, UnitKind
+from prismtrace import ABSENT, GraphKind, Op, ProcessGroup, TraceFormatError, UnitKind
 
 START = 1_700_000_000_123_456_789
 
@@ -78,7 +80,7 @@ def test_one_file_for_each_rank(job: Path, tmp_path: Path) -> None:
         assert str(compute["dur"]) == f"{5 + rank}.00{rank}"
         assert compute["args"]["stream"] == chrome_module.COMPUTE_STREAM
         (collective,) = [
-            event for event in spans(data, cat="kernel") if event["name"].startswith("ncclDevKernel_AllReduce")
+            event for event in spans(data, cat="kernel") if event["name"].startswith("ncclKernel_AllReduce")
         ]
         assert collective["args"]["Process Group Ranks"] == "[0, 1]"
         assert (collective["args"]["Seq"], collective["args"]["In msg nelems"]) == (0, 7)
@@ -225,3 +227,39 @@ def test_holistic_trace_analysis_agrees(tmp_path: Path) -> None:
             copies = sum("Memcpy" in (label or "") or "Memset" in (label or "") for label in units.labels())
             assert busy >= row["compute_time(us)"] - 1
             assert copies or busy == pytest.approx(row["compute_time(us)"], abs=1)
+
+
+def data_parallel_job(path: Path, *, slow: int, num_ranks: int = 6, num_steps: int = 5) -> None:
+    """A job whose ranks compute and reduce; `slow` computes a third longer than the others."""
+    group = prismtrace.ProcessGroup(9, "0", "dp", "nccl", tuple(range(num_ranks)))
+    work = np.random.default_rng(0).integers(9_000_000, 9_300_000, (num_steps, num_ranks))
+    work[:, slow] += 3_000_000
+    begins = np.concatenate([[0], np.cumsum(work.max(axis=1) + 2_000_000)])
+    with prismtrace.TraceWriter(path, graph_kind=GraphKind.OBSERVED, world_size=num_ranks) as writer:
+        writer.add_group(group)
+        for rank in range(num_ranks):
+            arrivals = begins[:-1] + work[:, rank]
+            columns = {
+                "kind": [UnitKind.COMPUTE, UnitKind.COLLECTIVE] * num_steps,
+                "op": [Op.UNSPECIFIED, Op.ALL_REDUCE] * num_steps,
+                "group_id": np.array([0, 9] * num_steps, np.uint64),
+                "step": np.repeat(np.arange(num_steps), 2),
+                "seq": np.stack([np.full(num_steps, ABSENT), np.arange(num_steps)], axis=1).ravel(),
+                "start_ns": np.stack([begins[:-1], arrivals], axis=1).ravel(),
+                "end_ns": np.stack([arrivals, begins[1:]], axis=1).ravel(),
+            }  # fmt: skip
+            writer.add_units(rank, columns)
+            steps = {"step": np.arange(num_steps), "start_ns": begins[:-1], "end_ns": begins[1:]}
+            writer.add_steps(rank, steps)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_holistic_trace_analysis_names_the_same_straggler(tmp_path: Path) -> None:
+    analysis = pytest.importorskip("hta.trace_analysis", reason="HolisticTraceAnalysis is not installed")
+    data_parallel_job(tmp_path / "job.prism", slow=4)
+    chrome(tmp_path / "job.prism", tmp_path / "folder")
+    theirs = analysis.TraceAnalysis(trace_dir=str(tmp_path / "folder"))
+    job = load_job(tmp_path / "job.prism")
+    ours = stragglers_of(job, breakdown_of(job)).found[0]
+    assert theirs.get_potential_stragglers(num_candidates=1) == [4]
+    assert (ours.rank, ours.cause, ours.num_last) == (4, "compute", 5)

@@ -16,12 +16,13 @@ from prismtrace_megatron.experts import skew_bias
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order
+from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order, used_groups
 from prismtrace import Op
 
 JOB = Path(__file__).parent / "megatron_job.py"
 ON_CPU = ("--device", "cpu")
 MICROBATCHES = 4
+NUM_RANKS = 8
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -61,7 +62,7 @@ MIXED = ("--pp", "2", "--chunks", "2", "--ep", "2", "--moe")
 
 @pytest.fixture(scope="module")
 def both(launches: Launches) -> Launched:
-    return launches.record(JOB, ["--tp", "2", "--pp", "2", "then", *MIXED], num_ranks=4, options=ON_CPU)
+    return launches.record(JOB, ["--tp", "2", "--pp", "2", "then", *MIXED], num_ranks=NUM_RANKS, options=ON_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -99,21 +100,21 @@ def interleaved(stage: int, num_stages: int, num_chunks: int) -> list[tuple[str,
 
 
 def test_passes_are_in_the_order_of_1f1b(dense: Job) -> None:
-    for rank in range(4):
-        assert dense.passes(rank) == one_forward_one_backward(rank // 2, 2)
+    for rank in range(NUM_RANKS):
+        assert dense.passes(rank) == one_forward_one_backward(rank // 4, 2)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:megatron")
 def test_passes_are_in_the_interleaved_order(mixed: Job) -> None:
-    for rank in range(4):
-        assert mixed.passes(rank) == interleaved(rank // 2, 2, 2)
+    for rank in range(NUM_RANKS):
+        assert mixed.passes(rank) == interleaved(rank // 4, 2, 2)
 
 
 def messages(job: Job) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...]]]:
     """What all ranks sent and received: from, to, phase, microbatch, stage that receives."""
     sent: Counter[tuple[Any, ...]] = Counter()
     received: Counter[tuple[Any, ...]] = Counter()
-    for rank in range(4):
+    for rank in range(NUM_RANKS):
         for unit in job.order(rank):
             towards = 1 if unit.phase == "forward" else -1
             if unit.op == "send":
@@ -126,17 +127,17 @@ def messages(job: Job) -> tuple[Counter[tuple[Any, ...]], Counter[tuple[Any, ...
 
 def test_every_message_is_sent_and_received_once(dense: Job) -> None:
     sent, received = messages(dense)
-    assert sent == received and len(sent) == 4 * MICROBATCHES and set(sent.values()) == {1}
-    for rank in range(4):
+    assert sent == received and len(sent) == 8 * MICROBATCHES and set(sent.values()) == {1}
+    for rank in range(NUM_RANKS):
         labels = {unit.label for unit in dense.order(rank) if unit.op == "send"}
-        assert labels == {"send activation" if rank < 2 else "send gradient"}
+        assert labels == {"send activation" if rank < 4 else "send gradient"}
 
 
 def test_messages_of_interleaved_stages_belong_to_their_passes(mixed: Job) -> None:
     sent, received = messages(mixed)
     assert sent == received and set(sent.values()) == {1}
-    assert len(sent) == 2 * 3 * 2 * MICROBATCHES  # both directions, between four stages, of two replicas
-    for rank in range(4):
+    assert len(sent) == 2 * 3 * 4 * MICROBATCHES  # both directions, between four stages, of four replicas
+    for rank in range(NUM_RANKS):
         order = mixed.order(rank)
         for part in ("forward", "backward"):
             passes: dict[tuple[int | None, int | None], int] = {}
@@ -149,13 +150,20 @@ def test_messages_of_interleaved_stages_belong_to_their_passes(mixed: Job) -> No
 
 
 def test_layers_stages_purposes_and_coordinates(dense: Job, mixed: Job) -> None:
-    assert {(unit.layer, unit.stage) for unit in dense.order(3) if unit.layer} == {("layers.1", 1)}
+    assert {(unit.layer, unit.stage) for unit in dense.order(7) if unit.layer} == {("layers.1", 1)}
     found = {(unit.stage, unit.layer) for unit in mixed.order(0) if unit.layer}
     assert found == {(0, "layers.0"), (2, "layers.2")}
     assert {unit.purpose for unit in dense.order(0) if unit.op == "all_reduce"} >= {"tp"}
+    assert used_groups(dense.launched.trace, 7, step=1) == {
+        ("tp", (6, 7)), ("pp", (3, 7)), ("dp_cp", (5, 7)), ("tp_pp", (2, 3, 6, 7)),
+    }  # fmt: skip
+    assert used_groups(mixed.launched.trace, 5, step=3) >= {
+        ("pp", (1, 5)), ("ep", (4, 5)), ("etp_ep", (4, 5)), ("dp_cp", (4, 5, 6, 7)), ("edp", (5, 7)),
+        ("world", tuple(range(NUM_RANKS))),  # half of the messages: Megatron's way around a deadlock between two
+    }  # fmt: skip
     with prismtrace.TraceReader(mixed.launched.trace) as reader:
-        assert reader.metadata["rank.3.coordinates"] == "tp=0,pp=1,dp=1,cp=0,ep=1"
-        assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(4))
+        assert reader.metadata["rank.7.coordinates"] == "tp=0,pp=1,dp=3,cp=0,ep=1"
+        assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(NUM_RANKS))
 
 
 def tokens(trace: Path, rank: int) -> list[list[int]]:
@@ -175,7 +183,7 @@ def splits(trace: Path, rank: int) -> list[list[int]]:
 
 
 def test_tokens_of_experts_agree_with_the_splits(mixed: Job) -> None:
-    for rank in range(4):
+    for rank in range(NUM_RANKS):
         counts = tokens(mixed.launched.trace, rank)
         assert len(counts) == 2 * 2 * MICROBATCHES  # steps, chunks, microbatches
         assert all(sum(one) == 2 * 2 * 16 for one in counts)  # the two best experts of each of two times 16 tokens

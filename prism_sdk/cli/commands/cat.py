@@ -66,6 +66,8 @@ def command(
         raise UsageError(f"--json and --format {style} are both given", hint="leave one out")
     style = "jsonl" if as_json else style or "table"
     with TraceReader(file, allow_unfinished=True) as reader:
+        if reader.unfinished:
+            click.echo(f"prism: {file} is unfinished: these are the rows before its end", err=True)
         try:
             kind = table_kind(table)
             strange = sorted(set(ranks or ()) - set(reader.ranks))

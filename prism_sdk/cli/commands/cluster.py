@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.cli.outputs import check_output, overwrite_option, write_text
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.cluster import Cluster, Table
@@ -22,7 +24,7 @@ def command() -> None:
     \b
     Example:
         prism cluster init h100-sxm --nodes 64 -o mine.toml
-        prism cluster fit mine.toml --nccl-tests all_reduce.log --trace real.prism -o mine.toml
+        prism cluster fit mine.toml --nccl-tests all_reduce.log --trace real.prism -o mine.toml --overwrite
         prism cluster check mine.toml
     """
 
@@ -32,10 +34,13 @@ def command() -> None:
 @click.option("--nodes", type=click.IntRange(min=1), help="Number of nodes.")
 @click.option("--name", help="Name of the cluster.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (without it: stdout).")
-def init(profile: str, nodes: int | None, name: str | None, output: Path | None) -> int:
+@overwrite_option
+def init(profile: str, nodes: int | None, name: str | None, output: Path | None, overwrite: bool) -> int:
     """Write a profile to start from: h100-sxm, h200-sxm or a100-sxm, with the public source of each figure."""
     from prism_sdk.cluster import format_cluster, load_cluster
 
+    if output is not None:
+        check_output(output, overwrite=overwrite)
     cluster = load_cluster(profile)
     cluster = replace(cluster, num_nodes=nodes or cluster.num_nodes, name=name or cluster.name)
     _write(format_cluster(cluster), output)
@@ -52,11 +57,15 @@ def init(profile: str, nodes: int | None, name: str | None, output: Path | None)
               help="Record files of NCCL's profiler, a folder of them, or `prism nccl report --json`.")  # fmt: skip
 @click.option("--trace", "traces", type=click.Path(path_type=Path), multiple=True, help="An observed trace.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The file (without it: stdout).")
+@overwrite_option
 def fit(
     profile: str, logs: tuple[Path, ...], op: str | None, measurements: tuple[Path, ...], records: tuple[Path, ...],
-    traces: tuple[Path, ...], output: Path | None,
+    traces: tuple[Path, ...], output: Path | None, overwrite: bool,
 ) -> int:  # fmt: skip
-    """Put measured transfers into a profile; tables of the same operation, shape and algorithm are replaced."""
+    """Put measured transfers into a profile; tables of the same operation, shape and algorithm are replaced.
+
+    The output may be the profile itself, with --overwrite.
+    """
     from prism_sdk.cluster import (
         format_cluster,
         load_cluster,
@@ -69,6 +78,8 @@ def fit(
 
     if not (logs or measurements or records or traces):
         raise UsageError("there is nothing to fit", hint="give --nccl-tests, --measurements, --nccl or --trace")
+    if output is not None:
+        check_output(output, overwrite=overwrite, sources=[*logs, *measurements, *records, *traces])
     cluster = load_cluster(profile)
     tables: list[Table] = []
     for path in logs:
@@ -77,7 +88,7 @@ def fit(
         tables += tables_of(read_measurements(path), source=path.name, cluster=cluster)
     if records:
         source = f"NCCL profiler, {records[0].name}" + (f" and {len(records) - 1} more" if records[1:] else "")
-        tables += tables_of(read_nccl(records), source=source, cluster=cluster)
+        tables += tables_of(read_nccl(records, report=_finding), source=source, cluster=cluster)
     for path in traces:
         tables += tables_of(read_trace(path, cluster), source=f"trace {path.name}", cluster=cluster)
     keys = {(table.op, table.shape, table.algo, table.proto) for table in tables}
@@ -104,22 +115,26 @@ def check(profile: str, as_json: bool) -> int:
     return ExitCode.OK
 
 
+def _finding(text: str) -> None:
+    click.echo(f"prism cluster: {text}", err=True)
+
+
 def _write(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
-        output.write_text(text, encoding="utf-8")
+        write_text(text, output)
 
 
 def _show(cluster: Cluster) -> None:
     from prism_sdk.cluster.estimate import interpolation_error_percent, model_ns
 
-    click.echo(
-        f"{cluster.name}: {cluster.num_nodes:,} nodes of {cluster.gpus_per_node} GPUs, {cluster.num_gpus:,} in all"
-    )
+    nodes = counted(cluster.num_nodes, "node", separator=",")
+    click.echo(f"{cluster.name}: {nodes} of {counted(cluster.gpus_per_node, 'GPU')}, {cluster.num_gpus:,} in all")
     nvlink, network = cluster.nvlink, cluster.network
-    inside = f"NVLink {nvlink.bandwidth_gb_per_s:g} GB/s a GPU and direction, {cluster.domain_gpus} GPUs a domain"
-    click.echo(f"{inside}; {network.nics_per_node} NICs of {network.bandwidth_gb_per_s:g} GB/s a node")
+    inside = f"NVLink {nvlink.bandwidth_gb_per_s:g} GB/s a GPU and direction"
+    inside += f", {counted(cluster.domain_gpus, 'GPU')} a domain"
+    click.echo(f"{inside}; {counted(network.nics_per_node, 'NIC')} of {network.bandwidth_gb_per_s:g} GB/s a node")
     if not cluster.tables:
         click.echo("no measured tables: every transfer is modelled (`prism cluster fit` adds them)")
         return

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.cli.outputs import check_output
+from prism_sdk.errors import ExitCode
+from prism_sdk.wording import counted
 
 
 @click.command("compact")
@@ -28,8 +30,7 @@ def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """
     import prismtrace
 
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     report = prismtrace.compact(source, output, overwrite=overwrite)
     before, after = source.stat().st_size, output.stat().st_size
     if as_json:
@@ -40,6 +41,7 @@ def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
         return ExitCode.OK
     click.echo(
         f"wrote {output}: {format_bytes(after)}, before {format_bytes(before)}; {report.num_members} of "
-        f"{report.num_ranks} ranks in {report.num_roles} roles, {report.num_shared} of them with their role's times"
+        f"{counted(report.num_ranks, 'rank')} in {counted(report.num_roles, 'role')}, "
+        f"{report.num_shared} of them with their role's times"
     )
     return ExitCode.OK

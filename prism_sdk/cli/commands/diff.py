@@ -9,6 +9,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prismtrace import TraceDiff
@@ -57,9 +58,9 @@ def command(a: Path, b: Path, ignore: str, max_items: int, as_json: bool) -> int
 def _show(found: TraceDiff) -> None:
     aside = f" (not compared: {', '.join(found.ignored)})" if found.ignored else ""
     if not found.differs:
-        click.echo(f"no difference{aside}: {found.num_units_a} units")
+        click.echo(f"no difference{aside}: {counted(found.num_units_a, 'unit')}")
         return
-    click.echo(f"{found.path_a} -> {found.path_b}: {found.num_units_a} -> {found.num_units_b} units{aside}")
+    click.echo(f"{found.path_a} -> {found.path_b}: {found.num_units_a} -> {counted(found.num_units_b, 'unit')}{aside}")
     click.echo("differences: " + ", ".join(f"{name} {number}" for name, number in found.counts.items()))
     if found.structure:
         click.echo("\nstructure")

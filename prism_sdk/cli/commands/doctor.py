@@ -6,6 +6,7 @@ import click
 
 from prism_sdk.cli.output import echo_json
 from prism_sdk.errors import ExitCode
+from prism_sdk.wording import counted
 
 
 @click.command("doctor")
@@ -31,7 +32,7 @@ def command(as_json: bool) -> int:
     if as_json:
         echo_json({"ok": not problems, "checks": checks})
     elif problems:
-        click.echo(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}")
+        click.echo(f"{counted(len(problems), 'problem')}")
     else:
         click.echo("Prism can run jobs here")
     return ExitCode.FINDING if problems else ExitCode.OK

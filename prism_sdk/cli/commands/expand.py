@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.cli.outputs import check_output
+from prism_sdk.errors import ExitCode
+from prism_sdk.wording import counted
 
 
 @click.command("expand")
@@ -31,14 +33,14 @@ def command(source: Path, num_replicas: int, output: Path, overwrite: bool, as_j
     """
     from prism_sdk.runtime.roles.growing import grow
 
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     report = grow(source, output, num_replicas=num_replicas, overwrite=overwrite)
     if as_json:
         echo_json({"file": source, "output": output, "bytes": output.stat().st_size, **json_ready(report)})
         return ExitCode.OK
     click.echo(
-        f"wrote {output}: {format_bytes(output.stat().st_size)}; {report.world_size} ranks, {report.num_replicas} "
-        f"replicas in place of {report.num_replicas_before}, {report.num_groups} groups"
+        f"wrote {output}: {format_bytes(output.stat().st_size)}; {counted(report.world_size, 'rank')}, "
+        f"{counted(report.num_replicas, 'replica')} in place of {report.num_replicas_before}, "
+        f"{counted(report.num_groups, 'group')}"
     )
     return ExitCode.OK

@@ -11,6 +11,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.errors import ExitCode
+from prism_sdk.wording import counted, ranks_text
 
 if TYPE_CHECKING:
     from prismtrace import TraceReader
@@ -150,12 +151,12 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     click.echo(f"{values['file']}: {values['graph_kind']} graph, format {version}, {size}{state}")
     ranks, groups = values["ranks"], values["groups"]
     world = f" of {values['world_size']}" if values["world_size"] else ""  # 0: unknown
-    units = "" if values["num_units"] is None else f", {values['num_units']} units"
+    units = "" if values["num_units"] is None else f", {counted(values['num_units'], 'unit')}"
     click.echo(f"ranks: {values['num_ranks']}{world}{units}")
     if values["num_events"] or values["num_tracks"]:
-        click.echo(f"events: {values['num_events']} on {values['num_tracks']} tracks")
+        click.echo(f"events: {values['num_events']} on {counted(values['num_tracks'], 'track')}")
     if values["roles"]:
-        click.echo(f"roles: {len(values['roles'])} for {sum(values['roles'].values())} ranks")
+        click.echo(f"roles: {len(values['roles'])} for {counted(sum(values['roles'].values()), 'rank')}")
     if values["attachments"]:
         named = ", ".join(f"{name} ({format_bytes(size)})" for name, size in values["attachments"].items())
         click.echo(f"attachments: {named}")
@@ -171,15 +172,15 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
         headers = ("rank", "units", "steps", "step median", "min", "max", "last loss", "peak memory")
         click.echo()
         echo_table(headers, rows, right=range(8))
-        _show_rest(values["num_ranks"] - len(rows), what="ranks")
+        _show_rest(values["num_ranks"] - len(rows), what="rank")
     if groups:
         click.echo()
         table = [
-            (group["name"], group["description"], group["backend"], len(group["ranks"]), _ranks_text(group["ranks"]))
+            (group["name"], group["description"], group["backend"], len(group["ranks"]), ranks_text(group["ranks"]))
             for group in groups[:limit]
         ]
         echo_table(("group", "description", "backend", "size", "ranks"), table, right=(3,))
-        _show_rest(len(groups) - len(table), what="groups")
+        _show_rest(len(groups) - len(table), what="group")
     if "sizes" in values:
         _show_sizes(values["sizes"], limit=limit)
     if metadata:
@@ -202,24 +203,12 @@ def _show_sizes(sizes: dict[str, Any], *, limit: int | None) -> None:
         shown.append((table, column, format_bytes(stored), f"{100 * stored / total:.1f} %", per_row, format_bytes(raw)))
     click.echo()
     echo_table(("table", "column", "in the file", "share", "bytes a row", "decompressed"), shown, right=(2, 3, 4, 5))
-    _show_rest(len(sizes["columns"]) - len(columns), what="columns")
+    _show_rest(len(sizes["columns"]) - len(columns), what="column")
 
 
 def _show_rest(number: int, *, what: str) -> None:
     if number > 0:
-        click.echo(f"... and {number} more {what} (--all shows them)")
-
-
-def _ranks_text(ranks: list[int]) -> str:
-    """``0-3,8``: runs of consecutive ranks in the group's own order."""
-    parts: list[list[int]] = []
-    for rank in ranks:
-        if parts and rank == parts[-1][-1] + 1:
-            parts[-1].append(rank)
-        else:
-            parts.append([rank])
-    text = ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
-    return _short(text, limit=40)
+        click.echo(f"... and {counted(number, f'more {what}')} (--all shows them)")
 
 
 def _short(text: str, *, limit: int = 100) -> str:

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prismtrace import Alignment
@@ -60,16 +62,14 @@ def command(
         raise UsageError(f"{'--drift' if drift else '--clocks'} says how to align", hint="add --align")
     if align and clocks != "rank" and len(files) < 2:
         raise UsageError("one file has one clock: there is nothing to align", hint="--clocks rank gives each rank one")
-    for file in files:
-        if output.exists() and file.exists() and output.samefile(file):
-            raise UsageError(f"the output {output} is one of the files to merge", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=files)
     found = prismtrace.merge(
         files, output, overwrite=overwrite, align=(clocks or "file") if align else None, drift=drift
     )
     if as_json:
         echo_json({"files": files, "output": output, "alignment": None if found is None else _as_json(found)})
     else:
-        click.echo(f"wrote {output} from {len(files)} files")
+        click.echo(f"wrote {output} from {counted(len(files), 'file')}")
         if found is not None:
             _show(found, files=files if clocks != "rank" else None)
     return ExitCode.OK if found is None or found.is_causal else ExitCode.FINDING
@@ -94,8 +94,9 @@ def _show(found: Alignment, *, files: tuple[Path, ...] | None) -> None:
         click.echo(f"... and {len(found.corrections) - len(rows)} more clocks")
     outliers = f" ({found.num_outliers} of their ends are outliers and left out)" if found.num_outliers else ""
     click.echo(
-        f"{found.num_collectives} collectives{outliers}; ends apart by {format_ns(found.before_median_ns)} before, "
-        f"{format_ns(found.residual_median_ns)} after (median), {format_ns(found.residual_max_ns)} (max of all)"
+        f"{counted(found.num_collectives, 'collective')}{outliers}; ends apart by "
+        f"{format_ns(found.before_median_ns)} before, {format_ns(found.residual_median_ns)} after (median), "
+        f"{format_ns(found.residual_max_ns)} (max of all)"
     )
     if found.num_early_receives:
         click.echo(

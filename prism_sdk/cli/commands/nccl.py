@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.nccl.attach import AttachReport
@@ -62,6 +64,7 @@ def import_command(
     """
     from prism_sdk.nccl.attach import attach
 
+    check_output(output, overwrite=overwrite, sources=[trace, *files])
     report = attach(trace, _load(files, quiet=as_json), output, events=events, overwrite=overwrite)
     if as_json:
         echo_json({"output": output, "report": report})
@@ -87,7 +90,8 @@ def report_command(files: tuple[Path, ...], by: str | None, as_json: bool) -> in
         prism nccl report records/
 
     A time is that of the rank which arrived last: kernels of the others also wait. It needs no trace and no torch.
-    A row of several sizes has the bandwidth of their median size and time.
+    A row of several sizes has the bandwidth of their median size and time. Exit code 1: something is missing from the
+    records, or contradicts itself; the findings say what.
     """
     from prism_sdk.nccl.report import make_report
 
@@ -96,7 +100,7 @@ def report_command(files: tuple[Path, ...], by: str | None, as_json: bool) -> in
         echo_json(report)
     else:
         _show_report(report)
-    return ExitCode.OK
+    return ExitCode.FINDING if report.findings else ExitCode.OK
 
 
 def _load(files: tuple[Path, ...], *, quiet: bool) -> NcclJob:
@@ -115,8 +119,9 @@ def _load(files: tuple[Path, ...], *, quiet: bool) -> NcclJob:
 def show_attached(report: AttachReport) -> None:
     """Print how a join came out."""
     click.echo(
-        f"{report.num_joined} of {report.num_tasks} NCCL operations of {report.num_ranks} ranks belong to "
-        f"{report.num_units_joined} of {report.num_units} units; {report.num_without_kernel} have no kernel time"
+        f"{report.num_joined} of {counted(report.num_tasks, 'NCCL operation')} of {counted(report.num_ranks, 'rank')} "
+        f"belong to {report.num_units_joined} of {counted(report.num_units, 'unit')}; "
+        f"{report.num_without_kernel} have no kernel time"
     )
     for device, fit in report.clocks.items():
         room = fit["uncertainty_ns"]
@@ -154,8 +159,8 @@ def _show_report(report: NcclReport) -> None:
     echo_table(headers, rows, right=(1, 2, 6, 7, 8, 9, 10, 11, 12))
     click.echo()
     click.echo(
-        f"{report.num_operations} operations of {report.num_ranks} ranks; a time is the shortest kernel time among an "
-        "operation's ranks:\nit holds waiting only if that rank, too, waited for a peer's kernel"
+        f"{counted(report.num_operations, 'operation')} of {counted(report.num_ranks, 'rank')}; a time is the shortest "
+        "kernel time among an operation's ranks:\nit holds waiting only if that rank, too, waited for a peer's kernel"
     )
     for num, why in (
         (report.num_shared, "ran in one launch with others: their times cannot be told apart and do not count"),

@@ -14,6 +14,7 @@ import click
 
 from prism_sdk.cli.output import echo_json
 from prism_sdk.errors import ExitCode, OutputError, UsageError
+from prism_sdk.wording import counted
 
 # template -> where it goes; both may say $name
 _FILES = {
@@ -57,7 +58,7 @@ def new(name: str, output: Path | None, as_json: bool) -> int:
     if as_json:
         echo_json({"folder": folder, "files": files})
     else:
-        click.echo(f"{folder}: {len(files)} files. Next:")
+        click.echo(f"{folder}: {counted(len(files), 'file')}. Next:")
         click.echo(f"    pip install -e '{folder}[test]'")
         click.echo(f"    pytest {folder}")
     return ExitCode.OK

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 
 @click.command("recover")
@@ -29,15 +31,15 @@ def command(file: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     """
     import prismtrace
 
-    if output.exists() and file.exists() and output.samefile(file):
-        raise UsageError("the output is the damaged file itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[file])
     _refuse_shards(file)
     report = prismtrace.recover(file, output, overwrite=overwrite)
     code = ExitCode.OK if report.was_finished and not report.lost else ExitCode.UNREADABLE
     if as_json:
         echo_json({"file": file, "output": output, "lost_bytes": report.lost_bytes, **json_ready(report)})
         return code
-    click.echo(f"wrote {output}: {report.num_rows} rows in {report.num_chunks} chunks, {report.num_payloads} payloads")
+    rows = f"{counted(report.num_rows, 'row')} in {counted(report.num_chunks, 'chunk')}"
+    click.echo(f"wrote {output}: {rows}, {counted(report.num_payloads, 'payload')}")
     if report.was_finished and not report.lost:
         click.echo("the file was whole: nothing had to be recovered")
     for part in report.lost:

@@ -7,7 +7,9 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, format_bytes
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 
 @click.command("redact")
@@ -66,8 +68,7 @@ def command(
     short = next((name for name in names if len(name) < 3), None)
     if short is not None:
         raise UsageError(f"--name {short!r} is shorter than 3 characters: it would be found everywhere")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     report = redact(
         source,
         output,
@@ -81,9 +82,10 @@ def command(
         echo_json({"file": source, "output": output, "report": report, "redacted": REDACTED, "kept": KEPT})
         return ExitCode.OK
     counts = ", ".join(f"{number} {kind}" for kind, number in report.counts.items()) or "nothing"
-    changed = f"{report.num_texts_changed} of {report.num_texts} texts, and in metadata"
+    changed = f"{report.num_texts_changed} of {counted(report.num_texts, 'text')}, and in metadata"
     click.echo(f"wrote {output}: replaced {counts} in {changed}")
-    click.echo(f"dropped {report.num_payloads_dropped} payloads, {report.num_attachments_dropped} attachments")
+    attachments = counted(report.num_attachments_dropped, "attachment")
+    click.echo(f"dropped {counted(report.num_payloads_dropped, 'payload')}, {attachments}")
     click.echo(f"searched {format_bytes(report.num_bytes_checked)} of output: none of it is left")
     if not report.reproducible:
         click.echo("pseudonyms are of this file only: --key makes them the same in every file")

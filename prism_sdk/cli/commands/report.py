@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import format_bytes
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.cli.parsing import RANKS, STEPS
 from prism_sdk.errors import ExitCode
 from prism_sdk.runtime.config import StepRange
@@ -41,13 +42,9 @@ def command(
         prism report real.prism -o report.html
         prism report emulated.prism --compare real.prism -o report.html
     """
-    from prism_sdk.errors import OutputError
     from prism_sdk.report import report_content, write_report
 
-    if output.is_dir():
-        raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
-    if output.exists() and not overwrite:
-        raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+    check_output(output, overwrite=overwrite, sources=[file, *filter(None, [compare])])
     chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
     content = report_content(file, compare=compare, step=step, ranks=ranks, steps=chosen,
                              report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.outputs import check_output, overwrite_option
 from prism_sdk.cli.parsing import STEPS
 from prism_sdk.cli.simulated import echo_report
 from prism_sdk.cli.whatif import scenario_of, what_if_options
@@ -23,8 +24,11 @@ from prism_sdk.runtime.config import StepRange
 @click.option("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
 @what_if_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the timeline of all ranks as a trace.")
+@overwrite_option
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(file: Path, steps: StepRange | None, output: Path | None, as_json: bool, **changes: Any) -> int:
+def command(
+    file: Path, steps: StepRange | None, output: Path | None, overwrite: bool, as_json: bool, **changes: Any
+) -> int:  # fmt: skip
     """Predict step time, bubbles and exposed communication of a job from its execution graph; no program runs.
 
     FILE is a calibrated graph, or a trace of real times (observed, emulated, imported). With nothing changed, a real
@@ -40,6 +44,8 @@ def command(file: Path, steps: StepRange | None, output: Path | None, as_json: b
     """
     from prism_sdk.simulate import simulate, summarise, write_timeline
 
+    if output is not None:
+        check_output(output, overwrite=overwrite, sources=[file])
     chosen = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
     scenario = scenario_of(changes)
     before = None

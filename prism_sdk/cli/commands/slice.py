@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, format_ns
+from prism_sdk.cli.outputs import check_output
 from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW
 from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.runtime.config import StepRange
@@ -57,8 +59,7 @@ def command(
 
     if ranks is None and steps is None and window is None:
         raise UsageError("nothing says what to cut", hint="give --ranks, --steps or --time")
-    if output.exists() and source.exists() and output.samefile(source):
-        raise UsageError("the output is the source itself", hint="give -o another name")
+    check_output(output, overwrite=overwrite, sources=[source])
     with prismtrace.TraceReader(source) as reader:
         strange = sorted(set(ranks or ()) - set(reader.ranks))
         if strange:
@@ -81,8 +82,8 @@ def command(
     if report.first_ns is not None and report.last_ns is not None:
         span = f", {format_ns(report.last_ns - report.first_ns)}"
     click.echo(
-        f"wrote {output}: {report.num_units} of {report.num_units_before} units of {len(report.ranks)} ranks"
-        f"{span}, {report.num_payloads} payloads"
+        f"wrote {output}: {report.num_units} of {counted(report.num_units_before, 'unit')} of "
+        f"{counted(len(report.ranks), 'rank')}{span}, {counted(report.num_payloads, 'payload')}"
     )
     if report.num_cut_waits:
         click.echo(f"{report.num_cut_waits} waits are for communication outside the slice")

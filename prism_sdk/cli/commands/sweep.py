@@ -60,4 +60,6 @@ def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_j
     headers = ["variant", "ranks", "step time", "change", "95% interval", "busy", "bubble", "imbalance", "exposed",
                "straggler", "memory"]  # fmt: skip
     echo_table(headers, rows, right=tuple(range(1, 9)))
+    for note in reports[0][1].notes:
+        click.echo(f"note: {note}")
     return ExitCode.OK

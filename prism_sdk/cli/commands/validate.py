@@ -8,6 +8,7 @@ import click
 
 from prism_sdk.cli.output import echo_json
 from prism_sdk.errors import ExitCode
+from prism_sdk.wording import counted
 
 
 @click.command("validate")
@@ -34,9 +35,9 @@ def command(file: Path, as_json: bool) -> int:
             section = f" (specification {finding.spec_section})" if finding.spec_section else ""
             click.echo(f"{_severity(finding)}: {finding.code}{where}: {finding.message}{section}")
         if errors:
-            click.echo(f"{file} is not a valid trace: {len(errors)} error{'s' if len(errors) > 1 else ''}")
+            click.echo(f"{file} is not a valid trace: {counted(len(errors), 'error')}")
         else:
-            warnings = f", {len(findings)} remarks" if findings else ""
+            warnings = f", {counted(len(findings), 'remark')}" if findings else ""
             click.echo(f"{file} is a valid trace{warnings}")
     if not errors:
         return ExitCode.OK

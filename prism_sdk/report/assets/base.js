@@ -26,6 +26,7 @@ function formatBytes(bytes) {
   while (Math.abs(bytes) >= 1024 && unit < units.length - 1) { bytes /= 1024; unit++; }
   return `${unit ? bytes.toFixed(1) : bytes.toFixed(0)} ${units[unit]}`;
 }
+const counted = (number, noun, plural = `${noun}s`) => `${number} ${number === 1 ? noun : plural}`;
 const percent = (part, whole) => (whole ? `${(100 * part / whole).toFixed(1)} %` : "-");
 
 // Okabe and Ito's colours, which people with any usual colour vision tell apart, and one more.

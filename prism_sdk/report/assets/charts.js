@@ -103,6 +103,6 @@ function makeMemory(root) {
   const [x, ...columns] = uPlot.join(curves.map((curve) => [Array.from(curve.times, (t) => t - curve.base), Array.from(curve.values)]));
   lines(root, $("memory-legend"), x, curves.map((curve, i) => ({
     name: `${curve.prefix}rank ${curve.m.rank}`, values: columns[i],
-    text: `${curve.prefix}rank ${curve.m.rank}: peak ${formatBytes(curve.m.peak_bytes)}${curve.m.phase ? `, ${curve.m.phase}` : ""}${curve.m.held.length ? `, ${curve.m.held.length} microbatches held` : ""}`,
+    text: `${curve.prefix}rank ${curve.m.rank}: peak ${formatBytes(curve.m.peak_bytes)}${curve.m.phase ? `, ${curve.m.phase}` : ""}${curve.m.held.length ? `, ${counted(curve.m.held.length, "microbatch", "microbatches")} held` : ""}`,
   })), formatBytes, { steps: true, zero: true, x: formatNs, tick: tickNs });
 }

@@ -14,8 +14,8 @@ function tile(value, text) {
 }
 attempt("summary", () => {
   $("title").textContent = content.file;
-  const shown = content.timeline.ranks.length, roles = content.num_roles ? `, ${content.num_roles} roles` : "";
-  $("facts").textContent = `${content.kind} graph, ${content.num_ranks} of ${content.world_size} ranks${roles}, ${content.num_units} units`
+  const shown = content.timeline.ranks.length, roles = content.num_roles ? `, ${counted(content.num_roles, "role")}` : "";
+  $("facts").textContent = `${content.kind} graph, ${content.num_ranks} of ${counted(content.world_size, "rank")}${roles}, ${counted(content.num_units, "unit")}`
     + (shown < content.num_ranks ? `; ${shown} ranks are drawn over time, all in the heat map` : "");
   const tiles = [tile(formatNs(content.step_ns), "mean step, over ranks")];
   for (const name of content.part_names) tiles.push(tile(percent(content.parts[name], content.step_ns), name.replaceAll("_", " ")));

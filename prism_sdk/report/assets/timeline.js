@@ -22,7 +22,7 @@ function makeTimeline(root) {
     if (k.microbatch !== undefined) words.push(`microbatch ${k.microbatch}`);
     if (k.stage !== undefined) words.push(`stage ${k.stage}`);
     if (k.chunk !== undefined) words.push(`chunk ${k.chunk}`);
-    if (k.group) words.push(`in ${k.group} (${k.members} ranks)`);
+    if (k.group) words.push(`in ${k.group} (${counted(k.members, "rank")})`);
     return words.join(", ");
   }
   function fill(k) {
@@ -265,7 +265,7 @@ function makeTimeline(root) {
     if (kinds.has("wait")) entries.push(["waiting", themed("--wait"), "dots"]);
     if (kinds.has("collective")) entries.push(["collective (below)", "#d55e00", ""]);
     if (kinds.has("send") || kinds.has("recv")) entries.push(["message (below)", "#8c6bb1", ""]);
-    entries.push(["underlined: critical path", themed("--critical"), ""]);
+    entries.push(["outlined: critical path", themed("--critical"), ""]);
     legend($("timeline-legend"), entries);
   };
   redraws.push(legendOf);

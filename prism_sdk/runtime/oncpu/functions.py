@@ -7,6 +7,8 @@ backward engine puts one on again, for what custom functions and hooks do.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,10 @@ import torch.autograd
 import torch.autograd.graph
 from torch.overrides import TorchFunctionMode
 
+from prism_sdk.adapting.imports import AfterImport
+
+_FSDP2 = "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+_FLEX = "torch.nn.attention.flex_attention"
 CPU = torch.device("cpu")
 
 
@@ -131,11 +137,38 @@ def _convert_others() -> None:
     anything.compile = _compile
     _convert_amp()
     _convert_wrappers()
+    later = AfterImport()
+    later.call(_FLEX, _allow_flex_attention)
+    later.call(_FSDP2, _divide_without_nccl)
 
 
 def _compile(model: Any = None, **_: Any) -> Any:
     """The function itself: what a compiler for GPUs would make of it is not to be seen here."""
     return model if model is not None else lambda function: function
+
+
+def _allow_flex_attention() -> None:
+    """It refuses gradients on a CPU, because it compiles none there; not compiled, it has them."""
+    module: Any = sys.modules[_FLEX]
+    if hasattr(module, "_validate_device"):
+        module._validate_device = lambda *_: None
+
+
+def _divide_without_nccl() -> None:
+    """FSDP2 lets NCCL multiply by a factor (`PREMUL_SUM`) where the program sets one; gloo cannot, and it has a way."""
+    module: Any = sys.modules[_FSDP2]
+    factors = getattr(module, "_get_gradient_divide_factors", None)
+    if factors is None:
+        return
+    takes = inspect.signature(factors)
+
+    def dividing(*args: Any, **kwargs: Any) -> Any:
+        given = takes.bind(*args, **kwargs)
+        if given.arguments.get("factor") is not None and "force_sum_reduction_for_comms" in takes.parameters:
+            given.arguments["force_sum_reduction_for_comms"] = True
+        return factors(*given.args, **given.kwargs)
+
+    module._get_gradient_divide_factors = dividing
 
 
 def _convert_amp() -> None:
@@ -153,8 +186,8 @@ def _convert_amp() -> None:
 
 
 def _convert_wrappers() -> None:
-    """DDP refuses device numbers for modules on a CPU, FSDP would move modules to them."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    """DDP refuses device numbers for modules on a CPU; FSDP would move modules there, and sends no weights of CPUs."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
     ddp: Any = torch.nn.parallel.DistributedDataParallel
     fsdp: Any = FullyShardedDataParallel
@@ -171,3 +204,6 @@ def _convert_wrappers() -> None:
         fsdp_init(self, module, *args, **kwargs)
 
     ddp.__init__, fsdp.__init__ = init_ddp, init_fsdp
+    checks: Any = _init_utils
+    if hasattr(checks, "_check_module_states_for_sync_module_states"):  # gloo broadcasts them well
+        checks._check_module_states_for_sync_module_states = lambda module_states: None

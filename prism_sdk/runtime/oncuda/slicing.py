@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from prism_sdk.runtime import tracer as rows
+from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background, run_due

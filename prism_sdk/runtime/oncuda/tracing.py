@@ -27,15 +27,8 @@ from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
 from prism_sdk.runtime.oncuda.streams import SideWaits
 from prism_sdk.runtime.resident import ResidentMemory
-from prism_sdk.runtime.tracer import (
-    AWAITS,
-    END,
-    GROUP,
-    KIND,
-    PEER,
-    START,
-    Tracer,
-)
+from prism_sdk.runtime.rows import AWAITS, END, GROUP, KIND, PEER, START
+from prism_sdk.runtime.tracer import Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
 RESERVED_COLUMN = "prism.device_reserved_peak_bytes"

@@ -20,6 +20,7 @@ from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, plan_of_groups
 from prism_sdk.runtime.roles.views import GroupView, SharedSources, Source, Views
 from prism_sdk.runtime.standing import WAITING, RankState
+from prism_sdk.wording import counted
 from prismtrace.model import DType, Op
 
 _OF_PARTS = (Op.ALL_GATHER, Op.ALL_TO_ALL)
@@ -195,8 +196,9 @@ class RoleCoordinator(Coordinator):
         """Start the ranks of the plan that do not run yet."""
         self.plan = self._pairs.plan = plan
         self._matcher.views = Views(self.families, plan)
-        self.host.report(f"{plan.num_roles} roles ({plan.origin}), {len(plan.samples)} ranks more to verify them: "
-                         f"{len(plan.running)} of {plan.world_size} ranks run")  # fmt: skip
+        self.host.report(f"{counted(plan.num_roles, 'role')} ({plan.origin}), "
+                         f"{counted(len(plan.samples), 'rank')} more to verify them: "
+                         f"{len(plan.running)} of {counted(plan.world_size, 'rank')} run")  # fmt: skip
         for note in plan.notes:
             self.host.report(f"an approximation: {note}")
         for rank in plan.running:

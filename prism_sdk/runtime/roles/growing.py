@@ -108,7 +108,7 @@ def _axis(families: Families, source: str) -> Axis:
     ranks = np.arange(world)
     on_grid = len(strides) == 1 and world % (axis.size * axis.stride) == 0
     if not on_grid or (family.position_of != axis.index(ranks)).any() or (family.group_of < 0).any():
-        raise UsageError(f"the groups {family.description!r} of {source} do not lie on a grid of ranks")
+        raise UsageError(f"the groups {family.label} of {source} do not lie on a grid of ranks")
     for block in range(1, axis.size + 1):
         if axis.size % block == 0:
             whole = Axis(axis.size, axis.stride, block)
@@ -184,7 +184,7 @@ class _Grower:
             name = str(self._num_groups - 1) if self._numbered else f"{fact.name}@{one[0]}"
             made.add(GroupFact(name, fact.description, fact.backend, tuple(one.tolist())))
         if len(made.all) != 1:
-            raise UnsupportedError(f"groups {family.description!r} that overlap once they are grown")
+            raise UnsupportedError(f"groups {family.label} that overlap once they are grown")
         new = made.all[0]
         self.new.adopt(new)
         for group_id in (fact.group_id for fact in self._recorded(family)):

@@ -75,6 +75,11 @@ class Family:
         return None if index < 0 else self.groups[index]
 
     @property
+    def label(self) -> str:
+        """What messages call it."""
+        return repr(self.description) if self.description else "(no description)"
+
+    @property
     def kind(self) -> str:
         """What its ranks are to each other: "replicas", "model", "shards", or "unknown"."""
         words = set(re.split(r"[^a-z]+", self.description.lower()))
@@ -191,10 +196,10 @@ def plan_of_groups(families: Families, *, num_samples: int, max_roles: int = MAX
         merged = keys * (family.size + 1) + family.position_of + 1
         found, finer = np.unique(merged, return_inverse=True)
         if len(found) > max_roles:
-            notes[f"ranks of {family.description!r} (groups of {family.size}) are taken as replicas: "
+            notes[f"ranks of {family.label} (groups of {family.size}) are taken as replicas: "
                   f"telling them apart would need {len(found)} processes"] = None  # fmt: skip
         elif len(found) > len(np.unique(keys)):
-            used.append(f"{family.description} {family.size}")
+            used.append(f"{family.description or 'groups of'} {family.size}")
             keys = finer.astype(np.int64)
     origin = " x ".join(dict.fromkeys(used)) or "all ranks are replicas"
     return make_plan(keys, num_samples=num_samples, origin=origin, notes=tuple(notes))

@@ -88,7 +88,7 @@ class Mapper:
         outside = ranks[index < 0]
         if len(outside):
             raise UnsupportedError(
-                f"rank {rank} is in a group {family.description!r}, and rank {outside[0]}, for which it stands, is in "
+                f"rank {rank} is in a group {family.label}, and rank {outside[0]}, for which it stands, is in "
                 "no group of that kind", hint="state the roles so that these ranks have different ones: --roles",
             )  # fmt: skip
         return index

@@ -97,7 +97,8 @@ class _Attempt:
             for one in found:
                 self._progress.say(str(one))
             if plan.samples and not found:
-                self._progress.say(f"{len(plan.samples)} sampled ranks do the same as those that stand for them")
+                who = "1 sampled rank does" if len(plan.samples) == 1 else f"{len(plan.samples)} sampled ranks do"
+                self._progress.say(f"{who} the same as those that stand for them")
             write_all_ranks(
                 ran, output, plan=plan, families=policy.families, mapper=mapper, metadata=_facts(policy, plan, found)
             )

@@ -75,7 +75,7 @@ class RoleSeam(RecordSeam):
         fact = (group.name, group.description, group.backend, group.ranks, group.generation)
         if self.spec.rank == _SCOUT:
             self.conversation.facts.append(fact)
-        self.conversation.tell(("group", group.group_id, group.description or group.name, fact))
+        self.conversation.tell(("group", group.group_id, group.label, fact))
 
     def given(self, call: Call) -> list[torch.Tensor] | None:
         if call.op is Op.BROADCAST and not call.has_contribution and self._stands_for(call, call.root or 0):
@@ -87,10 +87,10 @@ class RoleSeam(RecordSeam):
         plan, rank = self._plan, call.group.ranks[member]
         return plan is None or (rank not in plan.is_running and plan.representative(rank) == self.spec.rank)
 
-    def _complete(self, call: Call, *details: Any) -> None:
+    def _complete(self, call: Call, *details: Any) -> int:
         """Sizes that do not fit are no fault of the program where a sampled rank meets another's data (routing)."""
         try:
-            super()._complete(call, *details)
+            return super()._complete(call, *details)
         except CollectiveMismatchError as error:
             plan = self._plan
             if plan is None or self.spec.rank not in plan.samples:
@@ -166,7 +166,7 @@ def _skip_foreign_groups(conversation: RoleConversation | None) -> None:
             generation = made.get((name, hash(members)), 0)
             made[name, hash(members)] = generation + 1
             kind = str(dist.Backend(backend or distributed_c10d._world.pg_map[world][0]))
-            conversation.facts.append((name, group_desc or "undefined", kind, members, generation))
+            conversation.facts.append((name, group_desc or "", kind, members, generation))
         return dist.GroupMember.NON_GROUP_MEMBER
 
     distributed_c10d._new_group_with_tag = new_group_with_tag

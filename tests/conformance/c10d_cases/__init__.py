@@ -69,18 +69,28 @@ _registry: dict[str, Case] = {}
 
 
 def case(
-    name: str | None = None, *, tolerance: float = EXACT, slow: bool = False, optional: bool = False
+    name: str | None = None, *, tolerance: float = EXACT, slow: bool = False, optional: bool = False,
+    needs_torch: str = "2.9",
 ) -> Callable[[Callable[[Context], Any]], Callable[[Context], Any]]:
-    """Register the decorated function as a case under ``name`` (its own name when absent)."""
+    """Register the decorated function as a case under ``name`` (its own name when absent).
+
+    ``needs_torch``: with an older one there is nothing to compare with: gloo ends the process or lacks the operation.
+    """
 
     def register(function: Callable[[Context], Any]) -> Callable[[Context], Any]:
         key = name or function.__name__
         if key in _registry:
             raise ValueError(f"two conformance cases are called {key!r}: rename one of them")
+        if _version(torch.__version__) < _version(needs_torch):
+            return function
         _registry[key] = Case(name=key, run=function, tolerance=tolerance, is_slow=slow, is_optional=optional)
         return function
 
     return register
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
 def load_cases() -> dict[str, Case]:

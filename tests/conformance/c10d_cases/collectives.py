@@ -232,7 +232,7 @@ def reduce_scatter_tensor_max(ctx: Context) -> Any:
     return output
 
 
-@case()
+@case(needs_torch="2.11")
 def all_to_all_list(ctx: Context) -> Any:
     outputs = [torch.zeros(6) for _ in ctx.peers]
     dist.all_to_all(outputs, [whole(ctx, offset=peer) for peer in ctx.peers])

@@ -64,7 +64,6 @@ def refused_ranks_out_of_range(ctx: Context) -> Any:
 def refused_sizes(ctx: Context) -> Any:
     return [
         attempt(lambda: dist.all_gather_into_tensor(torch.zeros(5), whole(ctx)), text=False),
-        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(5), whole(ctx)), text=False),
         attempt(lambda: dist.all_gather([torch.zeros(6)], whole(ctx)), text=False),
         attempt(lambda: dist.all_to_all_single(torch.zeros(6), whole(ctx), [1], [1]), text=False),
     ]
@@ -96,20 +95,28 @@ def refused_shapes_of_gathers(ctx: Context) -> Any:
     ]  # fmt: skip
 
 
-@case()
-def refused_shapes_of_scattered_reductions(ctx: Context) -> Any:
+@case(needs_torch="2.10")
+def refused_shapes_of_a_scattered_tensor(ctx: Context) -> Any:
     size = ctx.world_size
     return [
+        attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(5), whole(ctx)), text=False),
         attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(2, 3), torch.ones(size * 6)), text=False),
         attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(3, 4), torch.ones(size * 3, 2, 2)), text=False),
         attempt(lambda: dist.reduce_scatter_tensor(torch.zeros(6).double(), torch.ones(size * 6)), text=False),
+    ]
+
+
+@case(needs_torch="2.10")
+def refused_shapes_of_scattered_reductions(ctx: Context) -> Any:
+    size = ctx.world_size
+    return [
         attempt(lambda: dist.reduce_scatter(torch.zeros(5), [whole(ctx) for _ in range(size)]), text=False),
         attempt(lambda: dist.reduce_scatter(torch.zeros(3, 2), [whole(ctx) for _ in range(size)]), text=False),
         attempt(lambda: dist.reduce_scatter(torch.zeros(6), [whole(ctx) for _ in range(size - 1)]), text=False),
     ]
 
 
-@case()
+@case(needs_torch="2.10")
 def refused_exchanges(ctx: Context) -> Any:
     size = ctx.world_size
     ones = [1] * size
@@ -126,7 +133,7 @@ def refused_exchanges(ctx: Context) -> Any:
     ]  # fmt: skip
 
 
-@case()
+@case(needs_torch="2.10")
 def refused_types_of_numbers(ctx: Context) -> Any:
     """gloo has no word for these; where the call is not waited for, its error comes later than ours."""
     peers = range(ctx.world_size)
@@ -155,7 +162,7 @@ def refused_types_of_numbers(ctx: Context) -> Any:
     return found
 
 
-@case()
+@case(needs_torch="2.11")
 def refused_groups(ctx: Context) -> Any:
     return [
         attempt(lambda: dist.new_group([0, ctx.world_size])),

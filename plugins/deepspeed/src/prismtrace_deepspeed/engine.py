@@ -85,9 +85,11 @@ class Engine:
 
     def _learn(self, engine: Any) -> None:
         self._known.add(id(engine))
+        groups = [getattr(engine, "data_parallel_group", None)]
         for name, parameter in engine.module.named_parameters():
             self._names[id(parameter)] = name.rpartition(".")[0] or "(root)"
-        group = getattr(engine, "data_parallel_group", None)
-        if group is not None and hasattr(group, "group_name"):
-            self._namer.purposes({str(group.group_name): "dp"})
-            self._namer.coordinates({"dp": int(group.rank())})
+            groups.append(getattr(parameter, "ds_process_group", None))  # over which ZeRO-3 shards it
+        names = {str(group.group_name): "dp" for group in groups if hasattr(group, "group_name")}
+        self._namer.purposes(names)
+        if hasattr(groups[0], "rank"):
+            self._namer.coordinates({"dp": int(groups[0].rank())})

@@ -83,6 +83,9 @@ class Pipeline:
                 "tp": max(grid.get_slice_parallel_rank(), 0),
             }
         )  # fmt: skip
-        groups = {"dp": grid.get_data_parallel_group(), "pp": grid.get_pipe_parallel_group()}
+        groups = {
+            "tp_pp": grid.get_model_parallel_group(), "dp": grid.get_data_parallel_group(),
+            "tp": grid.get_slice_parallel_group(), "pp": grid.get_pipe_parallel_group(),
+        }  # fmt: skip
         names = {str(group.group_name): purpose for purpose, group in groups.items() if hasattr(group, "group_name")}
         self._namer.purposes(names)

@@ -94,6 +94,9 @@ class Sharded:
         if self._backward is not None:
             self._namer.leave(self._backward[1])
             self._backward = None
+        for token in reversed(self._forward.values()):  # of modules sharded together of which one was not called
+            self._namer.leave(token)
+        self._forward.clear()
         return self._namer.enter("backward", part="grad_sync")
 
     def _learn(self, group: Any) -> None:

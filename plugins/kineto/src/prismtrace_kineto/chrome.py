@@ -156,7 +156,7 @@ class ChromeJob:
                 stream = streams.setdefault(group, _FIRST_COMMUNICATION_STREAM + len(streams))
                 place = (device, stream)
                 if "nccl" not in name.lower():
-                    name = f"ncclDevKernel_{_KERNELS.get(_op(units, row), 'Generic')} {name}".strip()
+                    name = f"ncclKernel_{_KERNELS.get(_op(units, row), 'Generic')} {name}".strip()
             elif kind == UnitKind.WAIT:
                 place, category = (host, _HOST_THREAD), "user_annotation"
                 if not waits:

@@ -24,6 +24,7 @@ HOOKS = {
     "none": AdapterHook(_SCHEDULES, "forward_backward_no_pipelining"),
     "1f1b": AdapterHook(_SCHEDULES, "forward_backward_pipelining_without_interleaving"),
     "interleaved": AdapterHook(_SCHEDULES, "forward_backward_pipelining_with_interleaving"),
+    "communicate": AdapterHook(_MESSAGES, "P2PCommunicator._communicate", required=False),
     "batched": AdapterHook(_MESSAGES, "_batched_p2p_ops"),
     "single": AdapterHook(_MESSAGES, "_p2p_ops"),
     "combined": AdapterHook(
@@ -65,6 +66,7 @@ class Schedules:
             Around(HOOKS["none"], before=self.step_of_one_stage),
             Around(HOOKS["1f1b"], before=self.step_of_stages),
             Around(HOOKS["interleaved"], before=self.step_of_chunks),
+            Around(HOOKS["communicate"], before=lambda *_, **__: self._namer.enter(label="messages")),
             Around(HOOKS["batched"], before=self.messages_together),
             Around(HOOKS["single"], before=self.messages_in_turn),
             Around(HOOKS["combined"], before=self.combined),

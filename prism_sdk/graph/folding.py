@@ -1,6 +1,7 @@
 """Makes the graph that a sandbox sees of a large job: of all virtual ranks that behave alike only one is kept.
 
-It contracts nothing (``prism_sdk.graph.contract``) and refuses nothing: where ranks do not fold, it says None.
+It contracts nothing (``prism_sdk.graph.contract``), loads no job (``prism_sdk.simulate.loading`` does) and refuses
+nothing: where ranks do not fold, it says None.
 
 Two virtual ranks are alike when they have the same program and the same weights, and meet alike ranks at the same
 places of their programs. That is the coarsest partition of ranks that refining gives: it begins with programs, weights
@@ -13,20 +14,16 @@ left out. So the boundary plan of the folded graph gives what that of the whole 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import COLUMN_TYPES, JobGraph, read_columns
-from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.loading import load
 from prismtrace import GraphKind, ProcessGroup, TraceReader, UnitKind
 
-__all__ = ["folded_graph"]
+__all__ = ["RoleJob", "folded_graph"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -34,26 +31,85 @@ Int64Array = npt.NDArray[np.int64]
 _LEFT_OUT = frozenset({"num_elements_in", "num_elements_out"})
 
 
-def folded_graph(source: str | os.PathLike[str], *, sandbox_ranks: Collection[int]) -> JobGraph | None:
+class RolePrograms(Protocol):
+    """The rows of all programs one after the other."""
+
+    @property
+    def kind(self) -> npt.NDArray[np.uint8]: ...
+    @property
+    def lane_of(self) -> npt.NDArray[np.int32]: ...
+    def rows(self, program: int) -> slice:
+        """The rows of a program."""
+        ...
+
+
+class RoleLanes(Protocol):
+    """How ranks meet: by rank and lane, and by lane of the job."""
+
+    @property
+    def offsets(self) -> Int64Array: ...
+    @property
+    def lane(self) -> Int64Array: ...
+    @property
+    def group_id(self) -> UInt64Array: ...
+    @property
+    def source(self) -> Int64Array: ...
+    @property
+    def destination(self) -> Int64Array: ...
+    @property
+    def num_events(self) -> Int64Array: ...
+    @property
+    def first_seq(self) -> Int64Array: ...
+
+
+class RoleJob(Protocol):
+    """A job with each program and each set of weights held once, as ``prism_sdk.simulate.job`` describes it."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def graph_kind(self) -> GraphKind: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def groups(self) -> Mapping[int, ProcessGroup]: ...
+    @property
+    def ranks(self) -> Int64Array: ...
+    @property
+    def num_ranks(self) -> int: ...
+    @property
+    def programs(self) -> RolePrograms: ...
+    @property
+    def lanes(self) -> RoleLanes: ...
+    @property
+    def program(self) -> Int64Array: ...
+    @property
+    def weight_base(self) -> Int64Array: ...
+    @property
+    def origin_ns(self) -> Int64Array: ...
+    def position(self, rank: int) -> int:
+        """The position of a rank, -1 where the job does not have it."""
+        ...
+
+
+def folded_graph(reader: TraceReader, job: RoleJob, *, sandbox_ranks: Collection[int]) -> JobGraph | None:
     """The folded graph, with the real ranks, groups and numbers of all that the sandbox takes part in.
 
-    Holds each program and each set of weights once while it works, however many ranks have them.
+    Args:
+        reader: the trace; the units of the ranks that are kept are read from it.
+        job: all ranks of that trace.
+        sandbox_ranks: ranks of the job that run for real.
 
     Returns:
         None where folding does not help: the graph is not calibrated, or hardly any ranks are alike.
     """
-    with TraceReader(os.fspath(source)) as reader:
-        if reader.graph_kind is not GraphKind.CALIBRATED or not set(sandbox_ranks) <= set(reader.ranks):
-            return None
-        try:
-            job = load(reader, with_sizes=False)
-        except GraphError:
-            return None  # whoever reads it as a whole says what is wrong
-        color, lane_color = _classes(job, frozenset(sandbox_ranks))
-        kept = np.unique(color, return_index=True)[1]
-        if 2 * len(kept) > job.num_ranks:
-            return None
-        return _graph(reader, job, color, lane_color, kept, frozenset(sandbox_ranks))
+    if job.graph_kind is not GraphKind.CALIBRATED:
+        return None
+    color, lane_color = _classes(job, frozenset(sandbox_ranks))
+    kept = np.unique(color, return_index=True)[1]
+    if 2 * len(kept) > job.num_ranks:
+        return None
+    return _graph(reader, job, color, lane_color, kept, frozenset(sandbox_ranks))
 
 
 def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
@@ -64,7 +120,7 @@ def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _classes(job: SimJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64Array]:
+def _classes(job: RoleJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64Array]:
     """The class of each rank position, and a number of each lane that is equal for lanes of alike members."""
     lanes = job.lanes
     counts = np.diff(lanes.offsets)
@@ -94,7 +150,7 @@ def _classes(job: SimJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64Ar
 
 
 def _graph(
-    reader: TraceReader, job: SimJob, color: Int64Array, lane_color: UInt64Array, kept: Int64Array,
+    reader: TraceReader, job: RoleJob, color: Int64Array, lane_color: UInt64Array, kept: Int64Array,
     sandbox: frozenset[int],
 ) -> JobGraph | None:  # fmt: skip
     lanes, p = job.lanes, job.programs
@@ -158,7 +214,7 @@ def _with_ranks(group: ProcessGroup, group_id: int, ranks: Collection[int]) -> P
     return ProcessGroup(group_id, group.name, group.description, group.backend, tuple(sorted(ranks)))
 
 
-def _unused(job: SimJob, number: int) -> int:
+def _unused(job: RoleJob, number: int) -> int:
     """A group id for a class of lanes that the trace does not have."""
     group_id = 2**62 + number
     while group_id in job.groups:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism_sdk.graph.contract import contract
+from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.plan import BoundaryPlan, evaluate
-from prism_sdk.simulate.folding import folded_graph
-from prismtrace import ABSENT32, GraphKind, Op
+from prism_sdk.simulate.loading import load
+from prismtrace import ABSENT32, GraphKind, Op, TraceReader
 from tests.graph.jobs import Program, random_program
 from tests.simulate.reference import write
+
+
+def _folded(
+    path: Path, *, sandbox_ranks: list[int] | tuple[int, ...], kind: GraphKind = GraphKind.CALIBRATED
+) -> JobGraph | None:
+    with TraceReader(path) as reader:
+        job = replace(load(reader, with_sizes=False), graph_kind=kind)
+        return folded_graph(reader, job, sandbox_ranks=sandbox_ranks)
 
 
 def _replicated(seed: int, replicas: int) -> Program:
@@ -67,7 +77,7 @@ def test_the_plan_of_the_folded_graph_gives_the_same(seed: int, replicas: int) -
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder) / "job.prism", job.rows, job.groups, kind=GraphKind.CALIBRATED)
         whole = contract(JobGraph.load(path), sandbox_ranks=sandbox)
-        graph = folded_graph(path, sandbox_ranks=sandbox)
+        graph = _folded(path, sandbox_ranks=sandbox)
     if len(sandbox) == 1 and replicas > 4:
         assert graph is not None
     if graph is None:
@@ -92,11 +102,12 @@ def test_ranks_with_own_times_do_not_fold(tmp_path: Path) -> None:
                 row["end_ns"] += rank
         job.compute(rank, rank)
     path = write(tmp_path / "job.prism", job.rows, job.groups, kind=GraphKind.CALIBRATED)
-    assert folded_graph(path, sandbox_ranks=[0]) is None
+    assert _folded(path, sandbox_ranks=[0]) is None
 
 
 @pytest.mark.parametrize("kind", [GraphKind.BARE, GraphKind.OBSERVED])
 def test_what_is_not_calibrated_does_not_fold(tmp_path: Path, kind: GraphKind) -> None:
     job = _replicated(5, 6)
-    path = write(tmp_path / "job.prism", job.rows, job.groups, kind=kind)
-    assert folded_graph(path, sandbox_ranks=[0]) is None
+    path = write(tmp_path / "job.prism", job.rows, job.groups, kind=GraphKind.CALIBRATED)
+    assert _folded(path, sandbox_ranks=[0]) is not None
+    assert _folded(path, sandbox_ranks=[0], kind=kind) is None

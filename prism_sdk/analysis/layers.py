@@ -1,0 +1,111 @@
+"""Says what each layer, or FSDP unit, costs in time and communication. It needs the layers that adapters name.
+
+The layer of a unit is its column ``prism.layer``; a wait has that of what it waits for. Times are sums over the steady
+steps, divided by their number, and then means over the ranks that have the layer:
+
+- *forward*, *backward*, *other*: COMPUTE units by phase; recomputation in a backward pass counts as backward.
+- *waiting*: WAIT units, so communication that nothing hides, and waiting for other ranks.
+- *communication*: from post to completion, hidden or not; what overlaps counts more than once.
+- *bytes*: what the rank hands over or gets, the larger of the two (as S of ``bandwidths`` for one member).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.analysis.job import Job
+from prismtrace import ABSENT, ABSENT32, DType, Phase, TraceReader, UnitKind
+
+__all__ = ["LayerCost", "layer_costs"]
+
+Int64Array = npt.NDArray[np.int64]
+_COLUMN = "prism.layer"
+_FIGURES = ("forward_ns", "backward_ns", "other_ns", "waiting_ns", "communication_ns", "communication_bytes")
+_ITEM_BYTES = np.array([DType(number).itemsize_bytes if number in DType._value2member_map_ else 0
+                        for number in range(256)], dtype=np.int64)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerCost:
+    """One layer; times and bytes are those of a step, means over ``num_ranks`` ranks."""
+
+    #: As the adapter calls it; None for units without a layer.
+    layer: str | None
+    num_ranks: int
+    forward_ns: float
+    backward_ns: float
+    other_ns: float
+    waiting_ns: float
+    communication_ns: float
+    communication_bytes: float
+
+    @property
+    def time_ns(self) -> float:
+        """What the layer holds the rank up for: computing and waiting."""
+        return self.forward_ns + self.backward_ns + self.other_ns + self.waiting_ns
+
+
+def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
+    """The layers of a job, the dearest first; () where no unit has a layer.
+
+    Args:
+        source: the trace of ``job``.
+        job: what was loaded of it; a trace without steps has no layers.
+    """
+    windows = job.windows
+    numbers = np.unique(windows.step)
+    steps = range(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) and numbers[0] != ABSENT32 else None
+    found: dict[str | None, list[npt.NDArray[np.float64]]] = {}
+    for position, rank in enumerate(job.ranks):
+        steady = np.unique(windows.step[windows.is_steady & (windows.position == position)])
+        if not len(steady):
+            continue
+        table = source.units(rank, steps=steps, columns=[_COLUMN])
+        layers = dict(table.columns()).get(_COLUMN)
+        if layers is None:
+            continue
+        rows = table.row_index - int(job.graph.first_index[position]) + int(job.graph.offsets[position])
+        inside = (rows >= job.graph.offsets[position]) & (rows < job.graph.offsets[position + 1])
+        kept = [layer for layer, is_in in zip(layers, inside.tolist(), strict=True) if is_in]
+        for layer, cost in _of_rank(job, rows[inside], kept, steady).items():
+            found.setdefault(layer, []).append(cost)
+    if not found.keys() - {None}:
+        return ()
+    costs = []
+    for layer, each in found.items():
+        figures = dict(zip(_FIGURES, np.mean(each, axis=0).tolist(), strict=True))
+        costs.append(LayerCost(layer=layer, num_ranks=len(each), **figures))
+    return tuple(sorted(costs, key=lambda cost: -cost.time_ns))
+
+
+def _of_rank(
+    job: Job, rows: Int64Array, layers: list[str | None], steady: Int64Array
+) -> dict[str | None, npt.NDArray[np.float64]]:
+    """The figures of each layer of one rank, a step."""
+    c = {name: job.graph.columns[name][rows] for name in (
+        "kind", "phase", "step", "start_ns", "end_ns", "dtype", "num_elements_in", "num_elements_out")}  # fmt: skip
+    texts = sorted({layer for layer in layers if layer is not None})
+    code_of: dict[str | None, int] = {None: 0, **{text: number for number, text in enumerate(texts, 1)}}
+    codes = np.array([code_of[layer] for layer in layers], dtype=np.int64)
+    kind, start, completion = c["kind"], c["start_ns"], job.completion_ns[rows]
+    host = (c["end_ns"] != ABSENT) & (start != ABSENT)
+    talks = (kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV)
+    computes = host & (kind == UnitKind.COMPUTE)
+    flies = talks & (completion != ABSENT) & (start != ABSENT)
+    lasts = np.where(flies, np.maximum(completion - start, 0), c["end_ns"] - start)
+    size = np.maximum(np.maximum(c["num_elements_in"], c["num_elements_out"]), 0) * _ITEM_BYTES[c["dtype"]]
+    is_forward, is_backward = c["phase"] == Phase.FORWARD, c["phase"] == Phase.BACKWARD
+    figures = (
+        (computes & is_forward, lasts), (computes & is_backward, lasts), (computes & ~is_forward & ~is_backward, lasts),
+        (host & (kind == UnitKind.WAIT), lasts), (flies, lasts), (talks, size),
+    )  # fmt: skip
+    counted = np.isin(c["step"], steady)
+    total = np.zeros((len(texts) + 1, len(figures)))
+    for number, (chosen, values) in enumerate(figures):
+        chosen = chosen & counted
+        np.add.at(total[:, number], codes[chosen], values[chosen])
+    present = set(codes[counted].tolist())
+    return {layer: total[code] / len(steady) for layer, code in code_of.items() if code in present}

@@ -1,0 +1,72 @@
+"""Checks where a command is to write, before it works; and writes short texts, whole or not at all.
+
+It writes no trace: the library does, and checks again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from prism_sdk.errors import OutputError, UsageError
+
+__all__ = ["check_folder", "check_output", "overwrite_option", "write_text"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def overwrite_option(function: F) -> F:
+    """Adds ``--overwrite`` to a command."""
+    return click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")(function)
+
+
+def check_folder(output: Path) -> None:
+    """Whether there can be a file of this name.
+
+    Raises:
+        click.BadParameter: it is a folder, or its folder does not exist.
+    """
+    if output.is_dir():
+        raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
+    if not output.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {output.parent}; create it first.", param_hint="'--output'")
+
+
+def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ()) -> None:
+    """Whether ``output`` may be written; ``sources`` are what the command reads and must not replace.
+
+    Raises:
+        click.BadParameter: there cannot be a file of this name.
+        UsageError: it is one of the sources.
+        OutputError: it exists.
+    """
+    check_folder(output)
+    for source in sources:
+        if output.exists() and source.exists() and output.samefile(source):
+            raise UsageError(f"the output {output} is {source}, which is to be read", hint="give -o another name")
+    if os.path.lexists(output) and not overwrite:
+        raise OutputError(str(output), reason="it exists already", hint="--overwrite replaces it")
+
+
+def write_text(text: str, output: Path) -> None:
+    """Write a text file that appears when it is complete.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        if output.exists() and not output.is_file():
+            raise OutputError(str(output), reason="it is neither a file nor missing: a device, a pipe or a socket")
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, output)
+    except OSError as error:
+        raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)

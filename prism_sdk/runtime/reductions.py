@@ -43,7 +43,7 @@ def code_of(boxed: Any) -> int:
 
 
 def follow_reductions() -> None:
-    """Where an operator's argument does not say it: learn it from whoever asks for a reduction in this process. Once."""
+    """Where an operator's argument does not say it, learn it from whoever asks for a reduction in this process."""
     global _library
     if _library is not None or hasattr(torch.classes.c10d.ReduceOp(), "op"):
         return
@@ -72,11 +72,11 @@ def _following(method: Callable[..., Any]) -> Callable[..., Any]:
 def _named(values: Iterable[Any]) -> int:
     """The reduction among the arguments of a method of ProcessGroup: in its options, or by itself."""
     for value in values:
-        op = getattr(value, "reduceOp", value)
+        op: Any = getattr(value, "reduceOp", value)
         if isinstance(op, ReduceOp):
-            op = op.op
+            op = op.op  # type: ignore[attr-defined]
         if isinstance(op, ReduceOp.RedOpType):
-            return int(op)
+            return int(op.value)
     return _SUM
 
 

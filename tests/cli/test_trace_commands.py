@@ -155,7 +155,8 @@ def test_an_unfinished_file_is_used_as_far_as_it_goes(
     tmp_path: Path, unfinished: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     more = {
-        "report": ["-o", str(tmp_path / "page.html")], "sweep": ["--variant", "--no-gaps"], "compare": [str(unfinished)],
+        "report": ["-o", str(tmp_path / "page.html")], "sweep": ["--variant", "--no-gaps"],
+        "compare": [str(unfinished)],
     }  # fmt: skip
     assert run([command, str(unfinished), *more.get(command, [])]) == 0
     shown = capsys.readouterr()

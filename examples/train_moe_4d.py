@@ -183,6 +183,7 @@ def run_step(
     """One forward, one backward: the schedule that keeps as few microbatches alive as there are stages left."""
     warmup = min(args.pp - grid.stage - 1, len(batches))
     alive: list[tuple[torch.Tensor, torch.Tensor]] = []
+    sent: list[dist.Work] = []  # neighbours send to each other at once: waiting at once would block both
     loss = torch.zeros(())
 
     def forward(index: int) -> None:
@@ -198,7 +199,7 @@ def run_step(
             out = F.cross_entropy(out.flatten(0, 1), tokens[:, 1:].flatten()) / len(batches)
             loss = loss + out.detach()
         else:
-            dist.send(out.detach().contiguous(), grid.next, group=grid.pp_group)
+            sent.append(dist.isend(out.detach().contiguous(), grid.next, group=grid.pp_group))
         alive.append((x, out))
 
     def backward() -> None:
@@ -209,7 +210,7 @@ def run_step(
             dist.recv(gradient, grid.next, group=grid.pp_group)
         out.backward(gradient)
         if not grid.is_first:
-            dist.send(x.grad, grid.previous, group=grid.pp_group)
+            sent.append(dist.isend(x.grad, grid.previous, group=grid.pp_group))
 
     for index in range(warmup):
         forward(index)
@@ -218,6 +219,8 @@ def run_step(
         backward()
     for _ in range(warmup):
         backward()
+    for work in sent:
+        work.wait()
     return loss
 
 

@@ -102,6 +102,21 @@ class CalibrationContext(abc.ABC):
             PrismError: the ranks failed or did not follow the graph.
         """
 
+    def run_slices(self, slices: Sequence[Sequence[int]], *, graph_path: Path, label: str) -> list[Path]:
+        """Run slices that do not depend on each other, and return their traces in the same order.
+
+        One after the other unless the runtime has several machines; otherwise as ``run_slice``.
+        """
+        found = []
+        for position, ranks in enumerate(slices):
+            doing = f"{label}, slice {position + 1} of {len(slices)}"
+            shown = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+            self.report(f"{doing}: ranks {shown}")
+            self.progress(position, len(slices), doing=doing)
+            name = f"{label.replace(' ', '')}-slice{position}"
+            found.append(self.run_slice(ranks, graph_path=graph_path, label=name))
+        return found
+
     @abc.abstractmethod
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
         """Observe a module as a job of its own, one rank a slot: its trace. For measurements beside the job."""

@@ -9,7 +9,7 @@ import threading
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,9 +29,9 @@ from prismtrace.tables import Column
 _HEAD_BYTES: Final = 1 << 12
 _WHOLE_BYTES: Final = 1 << 14
 _FEW_COLUMNS: Final = 6
-_KEPT_ROLES: Final = 8
 _KEPT_STRINGS: Final = 4
-_KEPT_CHUNKS: Final = 8
+_KEPT_LEAST: Final = 8
+_KEPT_BYTES: Final = 64 << 20
 
 
 class _Loaded(NamedTuple):
@@ -45,6 +45,38 @@ class _Loaded(NamedTuple):
     stacks: list[StackedChunk]
 
 
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class _Recent(Generic[K, V]):
+    """What was used last: as many as `_KEPT_BYTES` hold decoded, and `_KEPT_LEAST` however large they are.
+
+    The ranks of a job are read one after the other, and go round its roles: all of these are needed again soon.
+    """
+
+    def __init__(self) -> None:
+        self._items: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._items.get(key)
+        if found is None:
+            return None
+        self._items.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> None:
+        self._num_bytes += num_bytes - self._items.pop(key, (value, 0))[1]
+        self._items[key] = value, num_bytes
+        while len(self._items) > _KEPT_LEAST and self._num_bytes > _KEPT_BYTES:
+            self._num_bytes -= self._items.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._num_bytes = 0
+
+
 class ChunkReader:
     """Decodes chunks of one file. Safe to use from several threads."""
 
@@ -52,8 +84,8 @@ class ChunkReader:
         self._max_bytes = max_bytes
         self._source, self._index, self._path, self._payload = source, index, source.name, payload
         self._strings: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
-        self._roles: OrderedDict[int, ChunkDecoder] = OrderedDict()
-        self._kept: OrderedDict[tuple[int, int], _Loaded] = OrderedDict()
+        self._roles = _Recent[int, ChunkDecoder]()
+        self._kept = _Recent[tuple[int, int], _Loaded]()
         self._lock = threading.Lock()
 
     def columns(
@@ -129,9 +161,7 @@ class ChunkReader:
         if known is None:
             known = self._load(entry, whole=True)
             with self._lock:
-                self._kept[key] = known
-                while len(self._kept) > _KEPT_CHUNKS:
-                    self._kept.popitem(last=False)
+                self._kept.put(key, known, int(entry["length"]) + _decoded_bytes(known))
         return known
 
     def _shared_strings(self, digest: bytes, offset: int) -> tuple[str, ...]:
@@ -163,13 +193,11 @@ class ChunkReader:
         with self._lock:
             known = self._roles.get(key)
             if known is not None:
-                self._roles.move_to_end(key)
                 return known
-        decoder = self._decoder_of(self._load(here, whole=False), here, ROLE_RANK, 0)
+        loaded = self._load(here, whole=False)
+        decoder = self._decoder_of(loaded, here, ROLE_RANK, 0)
         with self._lock:
-            self._roles[key] = decoder
-            while len(self._roles) > _KEPT_ROLES:
-                self._roles.popitem(last=False)
+            self._roles.put(key, decoder, int(here["length"]) + _decoded_bytes(loaded))
         return decoder
 
     def _load(self, entry: Any, *, whole: bool) -> _Loaded:
@@ -205,3 +233,11 @@ class ChunkReader:
             return self._source.read_at(data_offset + start, size)
 
         return _Loaded(meta, fetch, data_offset, ranks_of(meta.ranges), {}, [])
+
+
+def _decoded_bytes(loaded: _Loaded) -> int:
+    """About what is kept of a chunk once it was decoded: all rows of a stack or a role, what is replaced for others."""
+    meta, num_ranks = loaded.meta, max(1, len(loaded.ranks))
+    if meta.stacked or num_ranks == 1:
+        return 8 * meta.num_rows * num_ranks * max(1, len(meta.streams))
+    return 8 * sum(stream.num_values for stream in meta.streams)

@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,18 +59,27 @@ class _Runs:
     starts: NDArray[np.int64]
     place: NDArray[np.int64]
 
+    @cached_property
+    def _of_table(self) -> dict[int, tuple[int, int]]:
+        """Where the runs of each table begin and end."""
+        tables, first = np.unique(self.table, return_index=True)
+        return dict(zip(tables.tolist(), pairwise([*first.tolist(), len(self.table)]), strict=True))
+
     def chunks_of(self, table: int, rank: int, role: int) -> NDArray[np.int64]:
         """Positions of the chunks in the index, in row order."""
-        low, high = 0, len(self.rank)
-        for column, value in ((self.table, table), (self.rank, rank), (self.role, role)):
-            limits = np.iinfo(column.dtype)
-            if not limits.min <= value <= limits.max:
-                return _NO_CHUNKS
+        low, high = self._of_table.get(table, (0, 0))
+        if not -(2**63) <= rank < 2**63 or not 0 <= role < 2**64:
+            return _NO_CHUNKS
+        for column, exact in ((self.rank, np.int64(rank)), (self.role, np.uint64(role))):  # else numpy compares floats
             part = column[low:high]
-            exact = column.dtype.type(value)  # else numpy compares as floats
-            low, high = low + int(part.searchsorted(exact)), low + int(part.searchsorted(exact, "right"))
-            if low == high:
+            first = low + int(part.searchsorted(exact))
+            if first == high or column[first] != exact:
                 return _NO_CHUNKS
+            if first + 1 < high and column[first + 1] == exact:
+                high = low + int(part.searchsorted(exact, "right"))
+            else:
+                high = first + 1
+            low = first
         return self.place[self.starts[low] : self.starts[low + 1]]
 
 
@@ -145,7 +155,10 @@ class Index:
 
     def entries(self, table: TableKind | int, rank: int, *, role: int = 0) -> NDArray[Any]:
         """The chunks of one table of one rank, or of a role (with ROLE_RANK), in row order."""
-        return self.chunk_entries[self._runs.chunks_of(int(table), rank, role)]
+        places = self._runs.chunks_of(int(table), rank, role)
+        if len(places) == 1:
+            return self.chunk_entries[places[0] : places[0] + 1]
+        return self.chunk_entries[places]
 
     def num_rows(self, table: TableKind, rank: int) -> int:
         """Rows of one table of one rank."""

@@ -35,12 +35,15 @@ class Matching:
         rows = np.flatnonzero((units.kind == UnitKind.COLLECTIVE) & known)
         for group_id in np.unique(units.group_id[rows]).tolist():
             mine = rows[units.group_id[rows] == group_id]
-            seq, first, count = np.unique(units.seq[mine], return_index=True, return_counts=True)
-            twice = np.flatnonzero(count > 1)
-            if len(twice):
-                message = f"seq {seq[twice[0]]} of group {group_id} occurs {count[twice[0]]} times"
-                self._problems.append(("PT030", message, f"rank {rank}"))
-            what = units.op[mine[first]].astype(np.int64) << 8 | units.reduce_op[mine[first]]
+            seq = units.seq[mine]
+            if not (seq[1:] > seq[:-1]).all():
+                seq, first, count = np.unique(seq, return_index=True, return_counts=True)
+                twice = np.flatnonzero(count > 1)
+                if len(twice):
+                    message = f"seq {seq[twice[0]]} of group {group_id} occurs {count[twice[0]]} times"
+                    self._problems.append(("PT030", message, f"rank {rank}"))
+                mine = mine[first]
+            what = units.op[mine].astype(np.int64) << 8 | units.reduce_op[mine]
             self._collectives.setdefault(group_id, []).append((rank, seq, what))
         for is_send, kind in ((True, UnitKind.SEND), (False, UnitKind.RECV)):
             rows = np.flatnonzero((units.kind == kind) & known & (units.peer != ABSENT32))

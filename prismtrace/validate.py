@@ -6,7 +6,7 @@ Does not repair or judge performance; a trace with no finding can be replayed an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -21,20 +21,28 @@ from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind,
 from prismtrace.reader import TraceReader
 from prismtrace.source import TraceInput
 from prismtrace.tables import EventTable, StepTable, Table, TrackTable, UnitTable
+from prismtrace.unchanged import Unchanged
 from prismtrace.wording import counted
 from prismtrace.writer import payload_digest
 
 _COMMUNICATION: Final = (UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV)
+_EXTENTS: Final = ("step", "start_ns", "end_ns")
+_OF_STEPS: Final = ("step", "start_ns", "end_ns")
+_PAYLOADS: Final = ("payload_in", "payload_out")
 _QUANTITIES: Final = ("transfer_ns", "gap_ns", "memory_bytes", "num_elements_in", "num_elements_out", "seq")
 
 
-def validate(source: TraceInput, *, deep: bool = True, max_findings: int = 1000) -> list[Finding]:
+def validate(
+    source: TraceInput, *, deep: bool = True, max_findings: int = 1000,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Finding]:  # fmt: skip
     """Everything that is wrong with a trace file, the worst first; an empty list when nothing is.
 
     Args:
         source: a path, a binary file object or a memory map.
         deep: also reads every payload and compares it with its digest.
         max_findings: stops looking after that many; repetitions in one rank are one finding with a count.
+        progress: is told how many ranks of how many were looked at.
     """
     found: list[Finding] = []
     try:
@@ -48,7 +56,7 @@ def validate(source: TraceInput, *, deep: bool = True, max_findings: int = 1000)
     except PrismTraceError as error:
         return [_unreadable(error)]
     with reader:
-        for part in _checks(reader, deep=deep):
+        for part in _checks(reader, deep=deep, progress=progress or (lambda done, total: None)):
             found.extend(part)
             if len(found) >= max_findings:
                 break
@@ -69,15 +77,17 @@ def _unreadable(error: PrismTraceError) -> Finding:
     return finding("PT001", message, "file" if offset is None else f"byte {offset}")
 
 
-def _checks(reader: TraceReader, *, deep: bool) -> Iterable[list[Finding]]:
+def _checks(reader: TraceReader, *, deep: bool, progress: Callable[[int, int], None]) -> Iterable[list[Finding]]:
     yield _groups(reader)
     yield from _roles(reader)
     matching = Matching(reader.groups)
     waits = WaitGraph()
     missing: Counter[bytes] = Counter()
-    for rank in reader.ranks:
+    same, members = Unchanged(), _Members(reader)
+    for number, rank in enumerate(reader.ranks):
+        progress(number, len(reader.ranks))
         try:
-            yield from _rank(reader, rank, matching, waits, missing)
+            yield from _rank(reader, rank, matching, waits, missing, same, members)
         except TraceFormatError as error:
             where = f"rank {rank}" if error.offset is None else f"rank {rank}, byte {error.offset}"
             yield [finding("PT003", error.message, where)]
@@ -130,39 +140,69 @@ def _roles(reader: TraceReader) -> Iterable[list[Finding]]:
             yield [finding("PT003", error.message, f"role {role}, byte {error.offset}")]
 
 
-def _extents(reader: TraceReader, tables: Iterable[Table]) -> list[Finding]:
+class _Members:
+    """The members of groups, sorted, as many checks need them."""
+
+    def __init__(self, reader: TraceReader) -> None:
+        self._groups = reader.groups
+        self._known: dict[int, NDArray[np.int64] | None] = {}
+
+    def of(self, group_id: int) -> NDArray[np.int64] | None:
+        """The members of a group, rising; None where the group is unknown."""
+        if group_id not in self._known:
+            group = self._groups.get(group_id)
+            self._known[group_id] = None if group is None else np.sort(np.array(group.ranks, np.int64))
+        return self._known[group_id]
+
+
+def _extents(reader: TraceReader, tables: Iterable[Table], same: Unchanged) -> list[Finding]:
     """Rows that are not where the index says: a search by step or time would miss them."""
-    return [
-        finding("PT006", message, f"rank {table.rank}, row {row} of {table.table.name.lower()}")
-        for table in tables
-        for row, message in rows_outside(reader, table)
-    ]
+    found: list[Finding] = []
+    for table in tables:
+        what = reader.chunk_ranges(table.table, table.rank).tobytes()
+        if same.is_known(what, table, _EXTENTS):
+            continue
+        bad = [
+            finding("PT006", message, f"rank {table.rank}, row {row} of {table.table.name.lower()}")
+            for row, message in rows_outside(reader, table)
+        ]
+        found += bad
+        if not bad:
+            same.keep(what, table, _EXTENTS)
+    return found
 
 
 def _rank(
-    reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes]
-) -> Iterable[list[Finding]]:
+    reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes], same: Unchanged,
+    members: _Members,
+) -> Iterable[list[Finding]]:  # fmt: skip
     for kind in COLUMNS:
         if gap := reader.missing_rows(kind, rank):
             yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
     units, steps, scalars = reader.units(rank), reader.steps(rank), reader.scalars(rank)
     events, tracks = reader.events(rank), reader.tracks(rank)
-    yield _extents(reader, (units, steps, scalars, events, tracks))
-    yield _steps(steps, rank)
-    yield list(_events(events, tracks, units))
-    check = _UnitChecks(units, rank)
-    check.enumerations()
-    check.groups(reader)
-    check.times()
-    check.awaits()
-    yield check.found
+    yield _extents(reader, (units, steps, scalars, events, tracks), same)
+    if not same.is_known("steps", steps, _OF_STEPS):
+        wrong = _steps(steps, rank)
+        yield wrong
+        if not wrong:
+            same.keep("steps", steps, _OF_STEPS)
+    if len(events) or len(tracks):
+        yield list(_events(events, tracks, units))
+    yield _UnitChecks(units, rank).run(reader.world_size, members, same)
     matching.add(rank, units)
     waits.add(rank, units)
+    if same.is_known("payloads", units, _PAYLOADS):
+        return
+    complete = True
     for column in (units.payload_in, units.payload_out):
         used = np.bincount(column.codes[column.codes >= 0], minlength=len(column.values))
         for digest, count in zip(column.values, used.tolist(), strict=True):
             if count and not reader.has_payload(digest):
                 missing[digest] += count
+                complete = False
+    if complete:
+        same.keep("payloads", units, _PAYLOADS)
 
 
 def _steps(steps: StepTable, rank: int) -> list[Finding]:
@@ -206,6 +246,21 @@ class _UnitChecks:
         self._units, self._rank = units, rank
         self._is_communication = np.isin(units.kind, _COMMUNICATION)
 
+    def run(self, world: int, members: _Members, same: Unchanged) -> list[Finding]:
+        """All of them; what was in order with the same columns is not looked at again."""
+        enums = tuple(spec.name for spec in UNIT_COLUMNS if spec.enum is not None)
+        for check, columns in (
+            (self.enumerations, enums), (self.times, ("kind", "start_ns", "end_ns", *_QUANTITIES)),
+            (self.awaits, ("kind", "awaits")),
+        ):  # fmt: skip
+            if not same.is_known(check.__name__, self._units, columns):
+                before = len(self.found)
+                check()
+                if len(self.found) == before:
+                    same.keep(check.__name__, self._units, columns)
+        self.groups(world, members)
+        return self.found
+
     def _report(self, code: str, bad: NDArray[np.bool_], message: str) -> None:
         rows = np.flatnonzero(bad)
         if len(rows):
@@ -225,25 +280,32 @@ class _UnitChecks:
         bad |= (kind == UnitKind.COLLECTIVE) & p2p
         self._report("PT025", bad & (op != Op.UNSPECIFIED), "op and kind contradict each other")
 
-    def groups(self, reader: TraceReader) -> None:
+    def groups(self, world: int, members: _Members) -> None:
         """Dangling groups, strangers in groups, peers outside them."""
         units, rank = self._units, self._rank
+        has_peer = np.flatnonzero(units.peer != ABSENT32)
+        peer = units.peer[has_peer]
         for group_id in np.unique(units.group_id).tolist():
             if group_id == 0:
                 continue
-            rows = units.group_id == group_id
-            group = reader.groups.get(group_id)
-            if group is None:
-                self._report("PT012", rows, f"group {group_id} is unknown")
+            ranks = members.of(group_id)
+            if ranks is None:
+                self._report("PT012", units.group_id == group_id, f"group {group_id} is unknown")
                 continue
-            if rank not in group.ranks:
-                self._report("PT013", rows, f"the rank is no member of group {group_id}")
-            peers = rows & (units.peer != ABSENT32) & ~np.isin(units.peer, np.array(group.ranks, np.int32))
-            self._report("PT014", peers, f"a peer is no member of group {group_id}")
-        world = reader.world_size
+            if not _among(np.array([rank]), ranks).all():
+                self._report("PT013", units.group_id == group_id, f"rank {rank} is no member of group {group_id}")
+            strangers = has_peer[(units.group_id[has_peer] == group_id) & ~_among(peer, ranks)]
+            if len(strangers):
+                self._report("PT014", self._at(strangers), f"a peer is no member of group {group_id}")
         if world:
-            stray = (units.peer != ABSENT32) & ((units.peer < 0) | (units.peer >= world))
-            self._report("PT014", stray, f"a peer is outside the world of {world}")
+            stray = has_peer[(peer < 0) | (peer >= world)]
+            if len(stray):
+                self._report("PT014", self._at(stray), f"a peer is outside the world of {world}")
+
+    def _at(self, rows: NDArray[np.intp]) -> NDArray[np.bool_]:
+        mask = np.zeros(len(self._units), np.bool_)
+        mask[rows] = True
+        return mask
 
     def times(self) -> None:
         """Negative durations and quantities, and a host that does two things at once."""
@@ -270,6 +332,13 @@ class _UnitChecks:
         known = units.row_index[place] == target
         bad = named & ((target >= units.row_index) | (target < 0) | (known & ~self._is_communication[place]) | ~waits)
         self._report("PT023", bad, "awaits does not name an earlier communication unit, or the unit is no WAIT")
+
+
+def _among(values: NDArray[Any], rising: NDArray[np.int64]) -> NDArray[np.bool_]:
+    if not len(rising):
+        return np.zeros(len(values), np.bool_)
+    place = np.searchsorted(rising, values).clip(0, len(rising) - 1)
+    return np.asarray(rising[place] == values)
 
 
 def _payloads(reader: TraceReader) -> Iterable[list[Finding]]:

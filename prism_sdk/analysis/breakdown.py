@@ -21,6 +21,7 @@ it is part of 1, not of the sum. What makes 1 and 2 differ from HolisticTraceAna
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,14 +107,33 @@ def breakdown_of(job: Job, *, max_gap_ns: int = MAX_GAP_NS) -> Breakdown:
     parts = np.zeros((len(windows), len(PARTS)), dtype=np.int64)
     communication = np.zeros(len(windows), dtype=np.int64)
     hidden = np.zeros(len(windows), dtype=np.int64)
+    known: dict[bytes, tuple[Int64Array, Int64Array, Int64Array]] = {}  # ranks of one role have equal times
+    bounds = np.searchsorted(windows.position, np.arange(len(job.ranks) + 1))  # windows come by rank
     for position in range(len(job.ranks)):
-        chosen = np.flatnonzero(windows.position == position)
+        chosen = np.arange(bounds[position], bounds[position + 1])
         if len(chosen):
-            parts[chosen], communication[chosen], hidden[chosen] = _rank(job, position, chosen, max_gap_ns)
+            key = _digest(job, position, chosen)
+            if key not in known:
+                known[key] = _rank(job, position, chosen, max_gap_ns)
+            parts[chosen], communication[chosen], hidden[chosen] = known[key]
     for array in (parts, communication, hidden):
         array.setflags(write=False)
     return Breakdown(windows=windows, parts_ns=parts, communication_ns=communication,
                      hidden_communication_ns=hidden, max_gap_ns=max_gap_ns)  # fmt: skip
+
+
+def _digest(job: Job, position: int, chosen: Int64Array) -> bytes:
+    """Of everything that `_rank` looks at."""
+    rows = slice(int(job.graph.offsets[position]), int(job.graph.offsets[position + 1]))
+    awaited = job.graph.awaited_row[rows]
+    digest = hashlib.blake2b(digest_size=16)
+    for array in (
+        job.windows.start_ns[chosen], job.windows.end_ns[chosen], job.completion_ns[rows], job.arrival_ns[rows],
+        job.is_blocking[rows], np.where(awaited >= 0, awaited - rows.start, -1),
+        *(job.graph.columns[name][rows] for name in ("kind", "start_ns", "end_ns", "gap_ns")),
+    ):  # fmt: skip
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.digest()
 
 
 def _rank(job: Job, position: int, chosen: Int64Array, max_gap_ns: int) -> tuple[Int64Array, Int64Array, Int64Array]:

@@ -268,15 +268,15 @@ def slack_ns(times: Times) -> Int64Array:
         for a, b in zip(graph.offsets[:-1].tolist(), graph.offsets[1:].tolist(), strict=True)
     ]
     host = [final - end if end != low else final for end in last_end]
-    completion_slack = np.where(times.completion_ns == ABSENT, _MAX, final - times.completion_ns)
-    later = np.full(graph.num_events, _MAX, dtype=np.int64)
-    event_slack: dict[int, int] = {}
+    completion_slack = np.where(times.completion_ns == ABSENT, _MAX, final - times.completion_ns).tolist()
+    event_slack = _EventSlack(graph, times, completion_slack)
     positions = (np.searchsorted(graph.offsets, np.where(order < 0, ~order, order), side="right") - 1).tolist()
-    before = np.full(len(graph), -1, dtype=np.int64)  # slack of the host when it reaches the row
+    before = [-1] * len(graph)  # slack of the host when it reaches the row
+    found = [-1] * len(graph)
     start = times.start_ns.tolist()
     done, arrival = times.completion_ns.tolist(), times.arrival_ns.tolist()
     awaited, event_of = graph.awaited_row.tolist(), graph.event_of_row.tolist()
-    sends = (kind == UnitKind.SEND).tolist()
+    sends, waits, is_host = (kind == UnitKind.SEND).tolist(), (kind == UnitKind.WAIT).tolist(), hosts.tolist()
     for row, position in zip(reversed(order.tolist()), reversed(positions), strict=True):
         own = host[position]
         if row < 0:
@@ -284,30 +284,30 @@ def slack_ns(times: Times) -> Int64Array:
             completion_slack[~row] = min(completion_slack[~row], own)
             host[position] = own + max(room, 0)
             continue
-        if event_of[row] < 0 and kind[row] == UnitKind.WAIT:
-            slack[row] = own if hosts[row] else -1
+        event = event_of[row]
+        if event < 0 and waits[row]:
+            found[row] = own if is_host[row] else -1
             target = awaited[row]
-            if target >= 0 and done[target] != ABSENT and hosts[row]:
+            if target >= 0 and done[target] != ABSENT and is_host[row]:
                 room = done[target] - start[row]
                 completion_slack[target] = min(completion_slack[target], own if room > 0 else own - room)
                 own += max(room, 0)
+        elif event < 0 or sends[row]:
+            together = event_slack.of(event) if event >= 0 else 0
+            found[row] = completion_slack[row]
+            own = min(own, completion_slack[row])
+            if event >= 0 and start[row] != ABSENT:
+                partner = event_slack.last_member(event)
+                if arrival[partner] != ABSENT:
+                    own = min(own, together + arrival[partner] - start[row])
         else:
-            event = event_of[row]
-            if event >= 0 and event not in event_slack:
-                event_slack[event] = _event_slack(graph, times, event, completion_slack, later)
-            if event < 0 or sends[row]:
-                slack[row] = completion_slack[row]
-                own = min(own, int(completion_slack[row]))
-                if event >= 0 and start[row] != ABSENT:
-                    partner = int(graph.event_rows[graph.event_offsets[event + 1] - 1])
-                    if arrival[partner] != ABSENT:
-                        own = min(own, event_slack[event] + arrival[partner] - start[row])
-            else:
-                slack[row] = event_slack[event]
-                if arrival[row] != ABSENT and start[row] != ABSENT:
-                    own = min(own, event_slack[event] + arrival[row] - start[row])
+            found[row] = together = event_slack.of(event)
+            if arrival[row] != ABSENT and start[row] != ABSENT:
+                own = min(own, together + arrival[row] - start[row])
         host[position] = before[row] = own
-    return _of_computes(graph, times, slack, before, hosts, final, last_end, kind)
+    return _of_computes(
+        graph, times, np.array(found, dtype=np.int64), np.array(before, dtype=np.int64), hosts, final, last_end, kind
+    )
 
 
 def _order(times: Times) -> Int64Array:
@@ -328,18 +328,41 @@ def _order(times: Times) -> Int64Array:
     return order
 
 
-def _event_slack(graph: JobGraph, times: Times, event: int, completion_slack: Int64Array, later: Int64Array) -> int:
-    members = graph.event_rows[graph.event_offsets[event] : graph.event_offsets[event + 1]]
-    receivers = members[graph.columns["kind"][members] != UnitKind.SEND]
-    found = int(completion_slack[receivers].min()) if len(receivers) else _MAX
-    found = min(found, int(later[event]))
-    previous = int(graph.event_previous[event])
-    if previous >= 0:
-        earlier = graph.event_rows[graph.event_offsets[previous] : graph.event_offsets[previous + 1]]
-        done, begin = int(times.completion_ns[earlier].max()), int(times.arrival_ns[members].max())
-        if done != ABSENT and begin != ABSENT:
-            later[previous] = min(int(later[previous]), found + max(begin - done, 0))
-    return found
+class _EventSlack:
+    """By how much each event could complete later; worked out when its last member is met, from the end backwards."""
+
+    def __init__(self, graph: JobGraph, times: Times, completion_slack: list[int]) -> None:
+        """`completion_slack`: of each row, as it is known so far; others go on changing it."""
+        self._completion_slack = completion_slack
+        self._members: list[int] = graph.event_rows.tolist()
+        self._offsets: list[int] = graph.event_offsets.tolist()
+        self._previous: list[int] = graph.event_previous.tolist()
+        receives = graph.columns["kind"][graph.event_rows] != UnitKind.SEND
+        self._receives = receives.tolist()
+        begins = graph.event_offsets[:-1]
+        self._done, self._begin = list[int](), list[int]()
+        if graph.num_events:
+            self._done = np.maximum.reduceat(times.completion_ns[graph.event_rows], begins).tolist()
+            self._begin = np.maximum.reduceat(times.arrival_ns[graph.event_rows], begins).tolist()
+        self._later = [_MAX] * graph.num_events
+        self._found: list[int | None] = [None] * graph.num_events
+
+    def last_member(self, event: int) -> int:
+        """The last row of an event: of a message the one that receives it, where it is there."""
+        return self._members[self._offsets[event + 1] - 1]
+
+    def of(self, event: int) -> int:
+        found = self._found[event]
+        if found is None:
+            slack = self._completion_slack
+            places = range(self._offsets[event], self._offsets[event + 1])
+            found = min((slack[self._members[at]] for at in places if self._receives[at]), default=_MAX)
+            found = self._found[event] = min(found, self._later[event])
+            previous = self._previous[event]
+            if previous >= 0 and self._done[previous] != ABSENT and self._begin[event] != ABSENT:
+                room = max(self._begin[event] - self._done[previous], 0)
+                self._later[previous] = min(self._later[previous], found + room)
+        return found
 
 
 def _of_computes(

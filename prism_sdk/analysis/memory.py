@@ -7,18 +7,21 @@ forward pass began and whose backward pass has not ended, for each of which a st
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from prismtrace import ABSENT, ABSENT32, Phase, TraceReader, UnitKind
+from prismtrace import ABSENT, ABSENT32, Phase, TraceReader, UnitKind, UnitTable
 
 __all__ = ["RankMemory", "memory_of"]
 
 Int64Array = npt.NDArray[np.int64]
+
+_NAMES = ("kind", "phase", "step", "start_ns", "end_ns", "memory_bytes", "microbatch", "stage", "model_chunk")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,19 +51,33 @@ def memory_of(
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return memory_of(reader, ranks=ranks, steps=steps)
     wanted = sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks))
-    found = [_of_rank(source, rank, steps) for rank in wanted]
+    known: dict[bytes, RankMemory | None] = {}
+    found = [_of_rank(source, rank, steps, known) for rank in wanted]
     return tuple(item for item in found if item is not None)
 
 
-def _of_rank(reader: TraceReader, rank: int, steps: range | None) -> RankMemory | None:
-    if not reader.num_units(rank) or (reader.units(rank, steps=steps, columns=["memory_bytes"]).memory_bytes
-                                      == ABSENT).all():  # fmt: skip
+def _of_rank(
+    reader: TraceReader, rank: int, steps: range | None, known: dict[bytes, RankMemory | None]
+) -> RankMemory | None:  # fmt: skip
+    """`known`: what units like these gave, by a digest of their columns: ranks of one role have the same."""
+    if not reader.num_units(rank):
         return _of_steps(reader, rank, steps)
-    names = ["kind", "phase", "step", "start_ns", "end_ns", "memory_bytes", "microbatch", "stage", "model_chunk"]
-    units = reader.units(rank, steps=steps, columns=names)
+    units = reader.units(rank, steps=steps, columns=_NAMES)
+    digest = hashlib.blake2b(units.row_index[:1].tobytes(), digest_size=16)
+    for name in _NAMES:
+        digest.update(units[name].tobytes())
+    key = digest.digest()
+    if key not in known:
+        known[key] = _of_units(units)
+    found = known[key]
+    return _of_steps(reader, rank, steps) if found is None else replace(found, rank=rank)
+
+
+def _of_units(units: UnitTable) -> RankMemory | None:
+    """The memory that the units of a rank say; None where they say nothing."""
     rows = np.flatnonzero((units.memory_bytes != ABSENT) & (units.end_ns != ABSENT))
     if not len(rows):
-        return _of_steps(reader, rank, steps)
+        return None
     peak = int(rows[np.argmax(units.memory_bytes[rows])])
     chunk = np.where(units.model_chunk != ABSENT32, units.model_chunk, units.stage)
     held: dict[tuple[int, int], None] = {}
@@ -68,17 +85,18 @@ def _of_rank(reader: TraceReader, rank: int, steps: range | None) -> RankMemory 
     previous: int | None = None
     computes = np.flatnonzero((units.kind == UnitKind.COMPUTE) & (units.microbatch != ABSENT32))
     at_peak: tuple[tuple[int, int], ...] = ()
+    phases, microbatches, levels = units.phase.tolist(), units.microbatch.tolist(), units.memory_bytes.tolist()
     for row in computes.tolist():
         if row > peak and not at_peak:
             at_peak = tuple(held)
-        key = (int(units.microbatch[row]), max(int(chunk[row]), 0))
-        level = int(units.memory_bytes[row])
-        if units.phase[row] == Phase.FORWARD:
+        key = (microbatches[row], max(int(chunk[row]), 0))
+        level = levels[row]
+        if phases[row] == Phase.FORWARD:
             if previous is not None and level != ABSENT and key not in held:
                 growth.append(level - previous)
             held[key] = None
             previous = level if level != ABSENT else None
-        elif units.phase[row] == Phase.BACKWARD:
+        elif phases[row] == Phase.BACKWARD:
             if row == peak:
                 at_peak = tuple(held)
             held.pop(key, None)
@@ -86,7 +104,7 @@ def _of_rank(reader: TraceReader, rank: int, steps: range | None) -> RankMemory 
     if not at_peak:
         at_peak = tuple(held)
     return RankMemory(
-        rank=rank, peak_bytes=int(units.memory_bytes[peak]), peak_unit=int(units.row_index[peak]),
+        rank=units.rank, peak_bytes=int(units.memory_bytes[peak]), peak_unit=int(units.row_index[peak]),
         peak_step=int(units.step[peak]) if units.step[peak] != ABSENT32 else None,
         peak_phase=_phase(int(units.phase[peak])), peak_time_ns=int(units.end_ns[peak]), microbatches_held=at_peak,
         bytes_per_microbatch=float(np.median(growth)) if growth else None, times_ns=units.end_ns[rows],

@@ -6,7 +6,7 @@ prism_sdk.cluster's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -40,8 +40,12 @@ def contributed_bytes(graph: JobGraph, row: int) -> int:
     return max(count, 0) * DType(int(c["dtype"][row])).itemsize_bytes
 
 
-def cluster_transfers(graph: JobGraph, cluster: Cluster, *, source: str) -> Transfers:
+def cluster_transfers(
+    graph: JobGraph, cluster: Cluster, *, source: str = "", group_sizes: Mapping[int, int] | None = None
+) -> Transfers:
     """The transfers that a profile says; rank r of the job is GPU r of the cluster.
+
+    `group_sizes`: how large groups really are of which the graph has not all ranks; they count as neighbours.
 
     Raises:
         CalibrationError: the job has more ranks than the cluster GPUs.
@@ -59,6 +63,8 @@ def cluster_transfers(graph: JobGraph, cluster: Cluster, *, source: str) -> Tran
         kind, op, group = c["kind"][row], int(c["op"][row]), graph.groups[int(c["group_id"][row])]
         is_message = kind != UnitKind.COLLECTIVE
         members = (int(graph.rank_of_row[row]), int(c["peer"][row])) if is_message else tuple(group.ranks)
+        if not is_message and group_sizes is not None:
+            members = tuple(range(group_sizes.get(group.group_id, len(members))))
         size = contributed_bytes(graph, row)
         key = (op, size, members)
         if key not in known:

@@ -69,14 +69,16 @@ class Slices(CalibrationStrategy):
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         options = Options.parse(context.options)
-        graph = JobGraph.load(context.graph_path)
-        slices = _slices_of(graph, context)
-        modelled = self._transfers(graph, slices, context, options)
-        graph_path, base = context.graph_path, graph
+        context.progress(0, 1, doing="reading the graph")
+        job = _job(context)
+        graph = JobGraph.load(job.path)
+        slices = _slices_of(graph, job, context)
+        modelled = self._transfers(graph, slices, context, options, job)
+        graph_path, base = job.path, graph
         if modelled is not None:
             graph_path = context.work_dir / "modelled.prism"
             columns = {rank: {"transfer_ns": modelled.transfer_ns[graph.rows(rank)]} for rank in graph.ranks}
-            write_times(context.graph_path, columns, graph_path, GraphKind.BARE, {}, with_payloads=False)
+            write_times(job.path, columns, graph_path, GraphKind.BARE, {}, with_payloads=False)
             base = JobGraph.load(graph_path)
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
@@ -84,19 +86,15 @@ class Slices(CalibrationStrategy):
         provenance: np.ndarray | None = None
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
-        for index in range(options.passes):
-            for position, ranks in enumerate(slices):
-                doing = f"pass {index + 1}, slice {position + 1} of {len(slices)}"
-                context.report(f"{doing}: ranks {_short(ranks)}")
-                context.progress(position, len(slices), doing=doing)
-                trace = context.run_slice(ranks, graph_path=graph_path, label=f"pass{index}-slice{position}")
-                measured.append(JobGraph.load(trace))
+        for index in range(max(options.passes, 1)):
+            traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
+            measured += [JobGraph.load(trace) for trace in traces]
             context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
             before = prediction
             prediction = predict_step_time(
                 base, measured, warmup_steps=options.warmup_steps, default_transfer_ns=default,
-                num_draws=num_timelines, num_resamples=num_timelines,
+                num_draws=num_timelines, num_resamples=num_timelines, stands_for=job.stands_for,
             )  # fmt: skip
             change = None
             if before is not None:
@@ -111,7 +109,7 @@ class Slices(CalibrationStrategy):
             converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
             graph_path = context.work_dir / f"pass{index}.prism"
             write_calibrated(
-                context.graph_path, prediction.calibration, graph_path, {}, with_payloads=False, provenance=provenance
+                job.path, prediction.calibration, graph_path, {}, with_payloads=False, provenance=provenance
             )
             if converged or (len(slices) == 1 and index >= 1):
                 break
@@ -131,39 +129,45 @@ class Slices(CalibrationStrategy):
         if context.num_devices:
             facts["calibration.devices"] = str(context.num_devices)
             facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
-        write_calibrated(
-            context.graph_path, prediction.calibration, context.output, facts, with_payloads=True, provenance=provenance
-        )
+        context.progress(0, 1, doing="writing the calibrated graph")
+        if job.by_roles:
+            _write_by_roles(context, prediction.calibration, facts, provenance)
+        else:
+            write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True,
+                             provenance=provenance)  # fmt: skip
         return CalibrationResult(
             context.output, tuple(passes), last.predicted_step_ns, last.step_low_ns, last.step_high_ns, converged
         )
 
     def _transfers(
-        self, graph: JobGraph, slices: Sequence[Sequence[int]], context: CalibrationContext, options: Options
+        self, graph: JobGraph, slices: Sequence[Sequence[int]], context: CalibrationContext, options: Options, job: _Job
     ) -> Transfers | None:
         """Transfers of what no slice runs as a whole; None when every group fits into one slice."""
-        if all(any(set(ranks).issuperset(group.ranks) for ranks in slices) for group in graph.groups.values()):
+        sets = [frozenset(ranks) for ranks in slices]
+        if not job.by_roles and all(any(s.issuperset(group.ranks) for s in sets) for group in graph.groups.values()):
             return None
         if options.transfers not in ("probe", "profile"):
             observed = JobGraph.load(options.transfers)
-            found = merge_slices(graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0)
+            found = merge_slices(
+                graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0, stands_for=job.stands_for
+            )
             transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
             known = np.where(found.is_measured, MEASURED, UNSPECIFIED).astype(np.uint8)
             if context.num_devices:  # what the observed run does not show has to come from somewhere that says so
-                other = cluster_transfers(graph, load_cluster(options.cluster), source="")
+                other = cluster_transfers(graph, load_cluster(options.cluster), group_sizes=job.group_sizes)
                 transfers = np.where(found.is_measured, transfers, other.transfer_ns)
                 assert other.provenance is not None
                 known = np.where(found.is_measured, known, other.provenance).astype(np.uint8)
             return Transfers(transfers, known, options.transfers)
         if context.num_devices:
-            return self._of_cluster(graph, context, options)
+            return self._of_cluster(graph, context, options, job)
         context.progress(0, 1, doing="measuring the transport")
         context.report("measuring this machine's transport, for groups larger than a slice")
         trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
         model = TransferModel.fit(JobGraph.load(trace))
-        return Transfers(modelled_transfers(graph, model), None, options.transfers)
+        return Transfers(modelled_transfers(graph, model, group_sizes=job.group_sizes), None, options.transfers)
 
-    def _of_cluster(self, graph: JobGraph, context: CalibrationContext, options: Options) -> Transfers:
+    def _of_cluster(self, graph: JobGraph, context: CalibrationContext, options: Options, job: _Job) -> Transfers:
         """From NCCL between two GPUs where there are two, extended by the profile; else from the profile alone."""
         cluster = load_cluster(options.cluster)
         source = f"profile {options.cluster}"
@@ -175,20 +179,59 @@ class Slices(CalibrationStrategy):
             cluster, source = fitted_cluster(cluster, trace), f"probe, extended by {source}"
         else:
             context.report(f"transfers are modelled: {source}; -O transfers=FILE takes those of an observed run")
-        return cluster_transfers(graph, cluster, source=source)
+        return cluster_transfers(graph, cluster, source=source, group_sizes=job.group_sizes)
 
 
-def partition(world_size: int, num_slots: int) -> list[tuple[int, ...]]:
+@dataclass(frozen=True)
+class _Job:
+    """What is calibrated: the ranks that run in slices, and the graph that their times are put into.
+
+    Of a recording by roles that graph is a small one, with one rank of each kind; `stands_for` says whose times the
+    ranks have that do not run, and `group_sizes` how large the groups really are.
+    """
+
+    path: Path
+    ranks: Sequence[int]
+    by_roles: bool = False
+    stands_for: Mapping[int, int] | None = None
+    group_sizes: Mapping[int, int] | None = None
+
+
+def _job(context: CalibrationContext) -> _Job:
+    from prism_sdk.runtime.roles.recorded import small_job
+
+    small = small_job(context.graph_path, context.work_dir / "alike.prism")
+    if small is None:
+        return _Job(context.graph_path, range(context.world_size))
+    context.report(f"recorded by roles: {len(small.ranks)} of {context.world_size} ranks run for real, in slices")
+    return _Job(small.path, small.ranks, by_roles=True, stands_for=small.stands_for, group_sizes=small.group_sizes)
+
+
+def partition(ranks: Sequence[int], num_slots: int) -> list[tuple[int, ...]]:
     """The ranks in slices of at most `num_slots`, neighbours together."""
-    return [tuple(range(first, min(first + num_slots, world_size))) for first in range(0, world_size, num_slots)]
+    return [tuple(ranks[first : first + num_slots]) for first in range(0, len(ranks), num_slots)]
 
 
-def _slices_of(graph: JobGraph, context: CalibrationContext) -> list[tuple[int, ...]]:
+def _write_by_roles(
+    context: CalibrationContext, calibration: Calibration, facts: Mapping[str, str], provenance: np.ndarray | None
+) -> None:
+    """All ranks of a role get what its representative was found to take."""
+    from prism_sdk.runtime.roles.recorded import write_times_by_roles
+
+    ends = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
+    write_times_by_roles(
+        context.graph_path, context.output, graph_kind=GraphKind.CALIBRATED,
+        times=lambda rank: columns_of(calibration, rank, provenance),
+        steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
+    )  # fmt: skip
+
+
+def _slices_of(graph: JobGraph, job: _Job, context: CalibrationContext) -> list[tuple[int, ...]]:
     """Which ranks run at once. On GPUs one alone where ranks of a slice would send messages in a group beyond it."""
-    slices = partition(context.world_size, context.num_slots)
+    slices = partition(job.ranks, context.num_slots)
     if context.num_devices and has_mixed_messages(graph, slices):
         context.report("one rank at a time: ranks send messages in groups that are larger than a slice")
-        return partition(context.world_size, 1)
+        return partition(job.ranks, 1)
     return slices
 
 
@@ -201,16 +244,20 @@ def _provenance(calibration: Calibration, modelled: Transfers | None) -> np.ndar
     return known.astype(np.uint8)
 
 
+def columns_of(calibration: Calibration, rank: int, provenance: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The columns of a rank that calibration gives, with where its times come from if that is known."""
+    columns: dict[str, np.ndarray] = dict(calibration.columns(rank))
+    if provenance is not None:
+        columns["prism.provenance"] = provenance[calibration.graph.rows(rank)]
+    return columns
+
+
 def write_calibrated(
     source: Path, calibration: Calibration, output: Path, metadata: Mapping[str, str], *, with_payloads: bool,
     provenance: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """Write `source` with the calibrated times in place of its own."""
-    columns: dict[int, dict[str, np.ndarray]] = {}
-    for rank in calibration.graph.ranks:
-        columns[rank] = dict(calibration.columns(rank))
-        if provenance is not None:
-            columns[rank]["prism.provenance"] = provenance[calibration.graph.rows(rank)]
+    columns = {rank: columns_of(calibration, rank, provenance) for rank in calibration.graph.ranks}
     steps = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
     write_times(source, columns, output, GraphKind.CALIBRATED, metadata, with_payloads=with_payloads, steps=steps)
 
@@ -254,10 +301,6 @@ def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, 
 def _progress(one: CalibrationPass) -> str:
     change = "" if one.change_percent is None else f", change {one.change_percent:.2f} %"
     return f"pass {one.index + 1}: step {one.predicted_step_ns / 1e6:.3f} ms{change}"
-
-
-def _short(ranks: Sequence[int]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
 
 
 @hookimpl

@@ -98,12 +98,17 @@ def _num_bytes(graph: JobGraph, row: int) -> int:
     return max(count, 0) * DType(int(c["dtype"][row])).itemsize_bytes
 
 
-def modelled_transfers(graph: JobGraph, model: TransferModel) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    """A transfer for every communication row of `graph`, ABSENT elsewhere."""
+def modelled_transfers(
+    graph: JobGraph, model: TransferModel, *, group_sizes: Mapping[int, int] | None = None
+) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """A transfer for every communication row of `graph`, ABSENT elsewhere.
+
+    `group_sizes`: of groups that have lost members in `graph`.
+    """
     c = graph.columns
     result = np.full(len(graph), ABSENT, dtype=np.int64)
     rows = np.flatnonzero((c["kind"] != UnitKind.COMPUTE) & (c["kind"] != UnitKind.WAIT))
-    sizes = {group_id: len(group.ranks) for group_id, group in graph.groups.items()}
+    sizes = {group_id: len(group.ranks) for group_id, group in graph.groups.items()} | dict(group_sizes or {})
     cache: dict[tuple[int, int, int], int] = {}
     for row in rows.tolist():
         key = (int(c["op"][row]), _num_bytes(graph, row), sizes.get(int(c["group_id"][row]), 2))

@@ -197,6 +197,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         raise click.BadParameter("step 0 has no beginning that Prism sees; begin with 1.", param_hint="'--kernels'")
     if kernels is not None and values["device"] == "cpu":
         raise click.UsageError("--kernels records kernels of GPUs, and --device cpu uses none: leave one of them out.")
+    if values.get("address") is not None and values.get("engine") is None:
+        raise click.UsageError("--address is that of an engine's cluster: give --engine ray too.")
     payloads = values.get("payloads")
     return LaunchConfig(
         mode=mode,
@@ -222,6 +224,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),
+        engine=values.get("engine"),
+        address=values.get("address"),
         adapters=tuple(values["adapters"]) or None,
         plugins=tuple(values["plugins"]),
         payloads=None if payloads is None else PayloadMode(payloads),
@@ -269,10 +273,10 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
 
     with TraceReader(graph) as reader:
         kind, world_size = reader.graph_kind, reader.world_size
-        if "roles.representatives" in reader.metadata:
+        if "roles.representatives" in reader.metadata and "expand.source" in reader.metadata:
             raise UsageError(
-                f"{graph} was recorded by roles: it holds no values of the ranks that did not run, so prism "
-                f"{mode.value} cannot start from it", hint="see docs/roles.md; or record fewer ranks, without --roles",
+                f"{graph} was recorded by roles and grown by prism expand: no rank of the larger job ran, so prism "
+                f"{mode.value} cannot start from it", hint="record the larger job by roles (docs/roles.md)",
             )  # fmt: skip
     if kind == GraphKind.EMULATED:
         raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")

@@ -9,13 +9,28 @@ import dataclasses
 import enum
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-__all__ = ["echo_json", "echo_table", "format_bytes", "format_ns", "json_ready"]
+__all__ = ["Ticker", "echo_json", "echo_table", "format_bytes", "format_ns", "json_ready"]
+
+
+class Ticker:
+    """Says on stderr how far something is, every few seconds once it takes long; call it with (done, total)."""
+
+    def __init__(self, what: str, *, of: str, first_s: float = 2.0, every_s: float = 5.0) -> None:
+        self._what, self._of, self._every_s = what, of, every_s
+        self._next_s = time.monotonic() + first_s
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next_s:
+            self._next_s = now + self._every_s
+            click.echo(f"prism: {self._what}: {done:,} of {total:,} {self._of}", err=True)
 
 
 def echo_json(value: object, *, indent: int | None = 2) -> None:

@@ -133,21 +133,33 @@ def _segments(graph: JobGraph) -> list[Segment]:
     return [Segment(int(graph.rank_of_row[b]), int(step[b]), b, e) for b, e in spans]
 
 
-Structures = Mapping[Segment, tuple[bytes, bytes]]
+Key = tuple[int, bytes]
+Structures = Mapping[Segment, tuple[Key, Key]]
 
 
-def structures_of(graph: JobGraph) -> Structures:
-    """For each step of each rank a digest of its structure with the counts, and one without."""
+def structures_of(graph: JobGraph, *, stands_for: Mapping[int, int] | None = None) -> Structures:
+    """For each step of each rank the keys of its samples: rank and digest, with the counts and without.
+
+    ``stands_for``: by rank the one that was measured in its place; it is in the graph, with the same steps.
+    """
     relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
     plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
     counts = np.stack([graph.columns[name] for name in _COUNTS], axis=1)
-    result = {}
-    for segment in _segments(graph):
+    result: dict[Segment, tuple[Key, Key]] = {}
+    by_place: dict[tuple[int, int], tuple[Key, Key]] = {}
+    segments = _segments(graph)
+    for segment in segments:
         rows = slice(segment.begin, segment.end)
         digest = hashlib.blake2b(plain[rows].tobytes(), digest_size=16)
         without = digest.digest()
         digest.update(counts[rows].tobytes())
-        result[segment] = (digest.digest(), without)
+        result[segment] = (segment.rank, digest.digest()), (segment.rank, without)
+        begin = int(graph.offsets[graph.ranks.index(segment.rank)]) if stands_for else 0
+        by_place[segment.rank, segment.begin - begin] = result[segment]
+    for segment in segments if stands_for else ():
+        other = (stands_for or {}).get(segment.rank, segment.rank)
+        begin = int(graph.offsets[graph.ranks.index(segment.rank)])
+        result[segment] = by_place.get((other, segment.begin - begin), result[segment])
     return result
 
 
@@ -180,17 +192,17 @@ class Samples:
         return {name: rows[chosen] for name, rows in self.values.items()}
 
 
-def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[tuple[int, bytes], Samples], int]:
+def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[Key, Samples], int]:
     """The measured steps of all slices by rank and structure, and how many values were clipped."""
-    samples: dict[tuple[int, bytes], Samples] = {}
+    samples: dict[Key, Samples] = {}
     clipped = 0
     for slice_index, graph in enumerate(slices):
         measurement = measure(graph)
         clipped += measurement.num_clipped
         first = int(graph.columns["step"].min()) if len(graph) else 0
-        for segment, digests in structures_of(graph).items():
-            for digest in digests:
-                samples.setdefault((segment.rank, digest), Samples()).add(
+        for segment, keys in structures_of(graph).items():
+            for key in keys:
+                samples.setdefault(key, Samples()).add(
                     measurement, segment, slice_index=slice_index, is_warm=segment.step < first + warmup_steps
                 )
     return samples, clipped
@@ -236,6 +248,7 @@ def merge_slices(
     *,
     warmup_steps: int = 1,
     default_transfer_ns: int | Int64Array | None = None,
+    stands_for: Mapping[int, int] | None = None,
 ) -> Calibration:
     """Put what the slices measured into the bare graph, and compute its timeline.
 
@@ -244,17 +257,21 @@ def merge_slices(
         slice_graphs: graphs of the ranks that ran for real, one a slice (an observed graph of all ranks is one too).
         warmup_steps: how many steps at the start of a slice do not count.
         default_transfer_ns: for transfers that are in no slice and not in the bare graph; one value, or one a row.
+        stands_for: by rank the one that was measured in its place.
 
     Raises:
         GraphError: no slice shows any step of the bare graph.
         MissingTimingError: a duration is in no slice and not in the bare graph.
     """
     samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps)
-    return merge_samples(bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns)
+    structures = structures_of(bare_graph, stands_for=stands_for)
+    return merge_samples(
+        bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, structures=structures
+    )
 
 
 def merge_samples(
-    graph: JobGraph, samples: dict[tuple[int, bytes], Samples], *, clipped: int,
+    graph: JobGraph, samples: dict[Key, Samples], *, clipped: int,
     default_transfer_ns: int | Int64Array | None, drawn: dict[tuple[int, int], int] | None = None,
     places: Callable[[int, int], float] | None = None, structures: Structures | None = None,
 ) -> Calibration:  # fmt: skip
@@ -267,9 +284,9 @@ def merge_samples(
     kind = c["kind"]
     found = {name: np.full(len(graph), ABSENT, dtype=np.int64) for name in _FIELDS}
     num_samples = np.zeros(len(graph), dtype=np.int32)
-    known: dict[tuple[int, bytes], tuple[dict[str, Int64Array], int]] = {}
-    for segment, digests in (structures or structures_of(graph)).items():
-        key = next(((segment.rank, d) for d in digests if (segment.rank, d) in samples), None)
+    known: dict[Key, tuple[dict[str, Int64Array], int]] = {}
+    for segment, keys in (structures or structures_of(graph)).items():
+        key = next((key for key in keys if key in samples), None)
         if key is None:
             continue
         if key not in known:

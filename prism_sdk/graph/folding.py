@@ -14,16 +14,17 @@ left out. So the boundary plan of the folded graph gives what that of the whole 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.graph.job import COLUMN_TYPES, JobGraph, read_columns
-from prismtrace import GraphKind, ProcessGroup, TraceReader, UnitKind
+from prismtrace import ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
-__all__ = ["RoleJob", "folded_graph"]
+__all__ = ["FoldedJob", "RoleJob", "fold_alike", "folded_graph"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -92,6 +93,14 @@ class RoleJob(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class FoldedJob:
+    """A folded graph. `group_sizes`: how many members its groups have in the whole job."""
+
+    graph: JobGraph
+    group_sizes: dict[int, int]
+
+
 def folded_graph(reader: TraceReader, job: RoleJob, *, sandbox_ranks: Collection[int]) -> JobGraph | None:
     """The folded graph, with the real ranks, groups and numbers of all that the sandbox takes part in.
 
@@ -105,11 +114,42 @@ def folded_graph(reader: TraceReader, job: RoleJob, *, sandbox_ranks: Collection
     """
     if job.graph_kind is not GraphKind.CALIBRATED:
         return None
-    color, lane_color = _classes(job, frozenset(sandbox_ranks))
+    found = _folded(reader, job, frozenset(sandbox_ranks), weights=job.weight_base)
+    return None if found is None else found.graph
+
+
+def fold_alike(
+    reader: TraceReader, job: RoleJob, *, alone: Collection[int], stands_for: Sequence[int]
+) -> FoldedJob | None:
+    """The folded graph of a job whose ranks take as long as the rank that stands for them, whatever the trace says.
+
+    Ranks that are `alone` are kept with their groups and numbers; element counts are kept as well.
+
+    Args:
+        reader: the trace; the units of the ranks that are kept are read from it.
+        job: all ranks of that trace, which needs no times.
+        alone: ranks that nobody stands for.
+        stands_for: by rank of the world.
+
+    Returns:
+        None where some rank would meet itself, or hardly any are alike.
+
+    Raises:
+        GraphError: the ranks do not fit together.
+    """
+    weights = np.asarray(stands_for, np.int64)[job.ranks]
+    return _folded(reader, job, frozenset(alone), weights=weights, left_out=frozenset())
+
+
+def _folded(
+    reader: TraceReader, job: RoleJob, alone: frozenset[int], *, weights: Int64Array,
+    left_out: frozenset[str] = _LEFT_OUT,
+) -> FoldedJob | None:  # fmt: skip
+    color, lane_color = _classes(job, alone, weights)
     kept = np.unique(color, return_index=True)[1]
     if 2 * len(kept) > job.num_ranks:
         return None
-    return _graph(reader, job, color, lane_color, kept, frozenset(sandbox_ranks))
+    return _graph(reader, job, color, lane_color, kept, alone, left_out)
 
 
 def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
@@ -120,14 +160,14 @@ def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
     return x ^ (x >> np.uint64(31))
 
 
-def _classes(job: RoleJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64Array]:
+def _classes(job: RoleJob, sandbox: frozenset[int], weights: Int64Array) -> tuple[Int64Array, UInt64Array]:
     """The class of each rank position, and a number of each lane that is equal for lanes of alike members."""
     lanes = job.lanes
     counts = np.diff(lanes.offsets)
     position = np.repeat(np.arange(job.num_ranks), counts)
     local = np.arange(len(position)) - lanes.offsets[position]
     alone = np.where(np.isin(job.ranks, sorted(sandbox)), job.ranks + 1, 0)
-    keys = np.stack([job.program, job.weight_base, job.origin_ns, alone], axis=1)
+    keys = np.stack([job.program, weights, job.origin_ns, alone], axis=1)
     color = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
     fixed = _mixed(lanes.num_events) ^ _mixed(_mixed(lanes.first_seq) + (lanes.source >= 0).astype(np.uint64))
     while True:
@@ -151,8 +191,8 @@ def _classes(job: RoleJob, sandbox: frozenset[int]) -> tuple[Int64Array, UInt64A
 
 def _graph(
     reader: TraceReader, job: RoleJob, color: Int64Array, lane_color: UInt64Array, kept: Int64Array,
-    sandbox: frozenset[int],
-) -> JobGraph | None:  # fmt: skip
+    sandbox: frozenset[int], left_out: frozenset[str],
+) -> FoldedJob | None:  # fmt: skip
     lanes, p = job.lanes, job.programs
     stands_for = job.ranks[kept][color]  # by position: the rank that is kept of its class
     touched = np.zeros(len(lane_color), dtype=np.bool_)
@@ -160,11 +200,12 @@ def _graph(
         at = job.position(rank)
         touched[lanes.lane[lanes.offsets[at] : lanes.offsets[at + 1]]] = True
     groups: dict[int, ProcessGroup] = {}
+    sizes: dict[int, int] = {}
     numbers: dict[int, int] = {}
     members: dict[int, set[int]] = {}
     columns_by_rank: dict[int, dict[str, npt.NDArray[Any]]] = {}
     first_index = {}
-    names = [name for name in COLUMN_TYPES if name not in _LEFT_OUT]
+    names = [name for name in COLUMN_TYPES if name not in left_out]
 
     def stand_in(rank: int) -> int:
         return int(stands_for[job.position(rank)])
@@ -173,6 +214,7 @@ def _graph(
         rank = int(job.ranks[at])
         mine = lanes.lane[lanes.offsets[at] : lanes.offsets[at + 1]]
         group_of, peer_of = np.zeros(len(mine), np.uint64), np.zeros(len(mine), np.int32)
+        is_renamed = np.zeros(len(mine), np.bool_)
         kinds = p.kind[p.rows(int(job.program[at]))]
         lane_of = p.lane_of[p.rows(int(job.program[at]))]
         kind_of = np.zeros(len(mine), np.uint8)
@@ -192,6 +234,8 @@ def _graph(
                 groups[number] = _with_ranks(job.groups[group_id], number, members[number])
                 group_id = number
             group_of[i] = group_id
+            sizes[group_id] = len(job.groups[int(lanes.group_id[lane])].ranks)
+            is_renamed[i] = not touched[lane]
             other = int(lanes.destination[lane] if kind_of[i] == UnitKind.SEND else lanes.source[lane])
             peer_of[i] = stand_in(other) if other >= 0 and job.position(other) >= 0 else other
             if kind_of[i] != UnitKind.COLLECTIVE and not touched[lane]:
@@ -204,10 +248,14 @@ def _graph(
         columns["group_id"] = columns["group_id"].astype(np.uint64)
         columns["group_id"][is_moved] = group_of[lane_of[is_moved]]
         columns["peer"][is_message] = peer_of[lane_of[is_message]]
+        renamed = np.flatnonzero(is_moved & (kinds == UnitKind.COLLECTIVE))
+        renamed = renamed[is_renamed[lane_of[renamed]]]
+        columns["peer"][renamed] = ABSENT32  # members come from several groups, each with a root of its own
         columns_by_rank[rank] = columns
         first_index[rank] = table.first_index
-    return JobGraph.from_columns(columns_by_rank, world_size=job.world_size, groups=groups, first_index=first_index,
-                                 graph_kind=job.graph_kind, source=job.source)  # fmt: skip
+    graph = JobGraph.from_columns(columns_by_rank, world_size=job.world_size, groups=groups, first_index=first_index,
+                                  graph_kind=job.graph_kind, source=job.source)  # fmt: skip
+    return FoldedJob(graph, sizes)
 
 
 def _with_ranks(group: ProcessGroup, group_id: int, ranks: Collection[int]) -> ProcessGroup:

@@ -11,7 +11,7 @@ between slices have no measured step; they are what the caller gives.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,18 +56,19 @@ def predict_step_time(
     num_draws: int = 100,
     num_resamples: int = 100,
     seed: int = 0,
+    stands_for: Mapping[int, int] | None = None,
 ) -> Prediction:
     """The predicted step time with a bootstrap interval; the same seed gives the same prediction.
 
     A resample draws as many measured steps of every slice as it has, with replacement, and computes the timeline of
     their means; the interval is their spread, in proportion to their own mean, around the estimate. The cost is one
-    `merge_slices` for each draw and each resample.
+    `merge_slices` for each draw and each resample. Ranks that others ``stands_for`` vary with these.
 
     Raises:
         GraphError, MissingTimingError: as `merge_slices`.
     """
     samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps)
-    structures = structures_of(bare_graph)
+    structures = structures_of(bare_graph, stands_for=stands_for)
     generator = np.random.default_rng(seed)
 
     def merged(places: _Places | None = None, drawn: dict[tuple[int, int], int] | None = None) -> Calibration:

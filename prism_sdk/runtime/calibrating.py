@@ -17,6 +17,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
+from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_folder
 from prism_sdk.runtime.gpus import num_gpus, uses_gpus
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
@@ -29,9 +30,10 @@ class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes."""
 
     def __init__(
-        self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress, *,
-        num_devices: int = 0,
+        self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
+        engine: RayEngine | None = None, *, num_devices: int = 0,
     ) -> None:  # fmt: skip
+        self._engine = engine
         self._config = config
         self._num_devices = num_devices
         self._graph = graph
@@ -57,9 +59,10 @@ class SliceContext(CalibrationContext):
 
     @property
     def num_slots(self) -> int:
-        most = self._num_devices or num_cpus()
-        wanted = self._config.num_slots or most
-        return min(wanted, most if self._num_devices else wanted, self._world_size)
+        if self._num_devices:
+            return min(self._config.num_slots or self._num_devices, self._num_devices, self._world_size)
+        here = num_cpus() if self._engine is None else self._engine.num_cpus
+        return min(self._config.num_slots or here, self._world_size)
 
     @property
     def num_devices(self) -> int:
@@ -82,6 +85,23 @@ class SliceContext(CalibrationContext):
                 on_devices=self._num_devices > 0,
             )  # fmt: skip
         return output
+
+    def run_slices(self, slices: Sequence[Sequence[int]], *, graph_path: Path, label: str) -> list[Path]:
+        if self._engine is None:
+            return super().run_slices(slices, graph_path=graph_path, label=label)
+        self.report(f"{label}: {len(slices)} slices over {self._engine.num_nodes} machines")
+        config = replace(self._config, quiet=True, local_ranks_filter=(), num_slots=None)
+        tasks = [
+            SliceTask(
+                config, self._graph, tuple(sorted(ranks)), graph_path,
+                self._work_dir / f"{label.replace(' ', '')}-slice{position}.prism",
+            )
+            for position, ranks in enumerate(slices)
+        ]  # fmt: skip
+        done = self._engine.run(tasks, lambda done: self.progress(done, len(tasks), doing=label))
+        if done < len(tasks):
+            self.report(f"{label}: {len(tasks) - done} of {len(tasks)} slices were finished before")
+        return [task.output for task in tasks]
 
     def run_module(self, module: str, arguments: Sequence[str], *, num_ranks: int, label: str) -> Path:
         output = self._work_dir / f"{label}.prism"
@@ -112,15 +132,24 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
     num_devices = num_gpus() if wants_gpus else 0
+    if num_devices and config.engine is not None:
+        raise UsageError("slices on GPUs run on this machine alone", hint="leave --engine out")
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
-    work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
-    try:
-        result = strategy.calibrate(SliceContext(
-            config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
-        ))  # fmt: skip
-    finally:
-        shutil.rmtree(work_dir, ignore_errors=True)
+    if config.engine is None:
+        work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
+        try:
+            result = strategy.calibrate(SliceContext(
+                config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
+            ))  # fmt: skip
+        finally:
+            shutil.rmtree(work_dir, ignore_errors=True)
+    else:
+        work_dir = kept_folder(config)
+        with RayEngine(config.address, num_slots=config.num_slots) as engine:
+            context = SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine)
+            result = strategy.calibrate(context)
+        shutil.rmtree(work_dir, ignore_errors=True)  # not after a failure: what is finished counts next time
     progress.say(_sentence(result))
     summary = asdict(result) | {"output": str(result.output)}
     return LaunchResult(0, result.output, world_size, round(progress.elapsed_s * 1e9), summary)

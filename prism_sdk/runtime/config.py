@@ -131,6 +131,10 @@ class LaunchConfig:
     """``cpu``: programs that say cuda run on CPUs; absent: as the graph was recorded, else as the program says."""
     moe_skew: float | None = None
     """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
+    engine: str | None = None
+    """Calibrate: what spreads slices over machines (``ray``); absent: they run here, one after the other."""
+    address: str | None = None
+    """Of the engine's cluster; absent: one on this machine."""
     pin: bool = True
     nccl_profiler: bool = False
     """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""

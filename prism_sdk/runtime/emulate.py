@@ -31,7 +31,16 @@ from prism_sdk.runtime.oncuda.scratch import results_of
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing
-from prism_sdk.runtime.tensors import Bytes, deliver, deliver_locally, fill, memory_differs, memory_of, plain
+from prism_sdk.runtime.tensors import (
+    Bytes,
+    deliver,
+    deliver_locally,
+    deliver_repeated,
+    fill,
+    memory_differs,
+    memory_of,
+    plain,
+)
 from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
@@ -85,6 +94,10 @@ class EmulateSeam(Seam):
         install_coalescing()
         install_destroying(lambda: self.groups)
         install_futures()
+        if self.facts.by_roles:
+            from prism_sdk.runtime.roles.seam import skip_foreign_groups
+
+            skip_foreign_groups(None)
         if self.facts.needs_mesh:
             self._mesh = _sandbox_mesh(self.conversation, self.facts.sandbox, self.spec.rank)
 
@@ -283,14 +296,19 @@ class EmulateSeam(Seam):
         me = call.group.group_rank
 
         def read_into(member: int, offset: int, view: memoryview) -> None:
-            source = by_source.get(member, mine) if call.op is Op.RECV or member != me else mine
+            source = by_source.get(one.giver(member), mine) if call.op is Op.RECV or member != me else mine
             piece = source[offset : offset + len(view)]
             if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
                 view, rest = view[: len(piece)], view[len(piece) :]
                 rest[:] = bytes(len(rest))
             _copy(view, piece)
 
-        deliver(call, read_into, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+        if one.alike is not None and deliver_repeated(call, one.alike, read_into):
+            return
+        deliver(
+            call, read_into,
+            lambda member: call.send_bytes or () if member == me else one.send_bytes[one.giver(member)],
+        )  # fmt: skip
 
     def _give_reduction(self, call: Call, by_source: dict[int, memoryview]) -> None:
         """The recorded result, where this rank contributes what it did then; else that, compensated for the difference.

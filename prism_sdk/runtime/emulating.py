@@ -30,11 +30,12 @@ from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, 
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
-from prism_sdk.runtime.manifest import Script, read_scripts
+from prism_sdk.runtime.manifest import Script, is_by_roles, read_scripts
 from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
+from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prism_sdk.wording import counted
 from prismtrace import GraphKind, Op, TraceReader
 
@@ -224,7 +225,10 @@ def _prepare(
                 f"rank {outside[0]} is not in {graph_path}, which has ranks 0 to {reader.world_size - 1}",
                 hint="choose with --sandbox",
             )
-        scripts = read_scripts(reader, sandbox)
+        scripts, by_roles = read_scripts(reader, sandbox), is_by_roles(reader)
+        for rank, other in _stood_for(reader, sandbox) if by_roles else ():
+            report(f"rank {rank} did not run when {graph_path.name} was recorded, rank {other} stood for it: what "
+                   "follows from data of its own (sizes of routing) is not in the graph")  # fmt: skip
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     for key in ("occupy", "device_pool_bytes"):
@@ -250,9 +254,17 @@ def _prepare(
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
-        options=dict(config.options), hold_fds=holds, is_slice=is_slice,
+        options=dict(config.options), hold_fds=holds, is_slice=is_slice, by_roles=by_roles,
     )  # fmt: skip
     return scripts, facts
+
+
+def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """The sandbox ranks that did not run in a recording by roles, and the ranks whose rows they have."""
+    roles = RecordedRoles.of(reader)
+    for rank in sandbox:
+        if roles is not None and roles.stands_for[rank] != rank:
+            yield rank, int(roles.stands_for[rank])
 
 
 def boundary_graph(path: Path, sandbox: tuple[int, ...]) -> JobGraph:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from prism_sdk.graph.plan import Stream
 from prism_sdk.runtime.calls import COMBINED
@@ -44,6 +45,11 @@ class Expected:
     send_bytes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)  # all-to-all: of each virtual member
     first_item: int = 0  # number of its first payload in the rank's sequence
     size_may_differ: bool = False  # bytes whose number the members told each other just before
+    alike: NDArray[np.int32] | None = None  # by member: the one whose payload is its own too (ranks of one role)
+
+    def giver(self, member: int) -> int:
+        """The member whose payload says what `member` gives."""
+        return member if self.alike is None else int(self.alike[member])
 
     def describe(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"
@@ -103,7 +109,47 @@ class RecordedValues:
                     self.message[key] = table.payload_in_at(row)
 
 
-def _contributors(reader: TraceReader, sandbox: Sequence[int]) -> tuple[set[int], list[int]]:
+class AlikeMembers:
+    """Which members of a group gave the same: those of one role, in a trace that was recorded by roles."""
+
+    def __init__(self, reader: TraceReader) -> None:
+        self._reader = reader
+        self._role_of: NDArray[np.int64] | None = None
+        self._known: dict[tuple[int, int], NDArray[np.int32]] = {}
+        if is_by_roles(reader):
+            role_of = -1 - np.arange(reader.world_size, dtype=np.int64)
+            for number, ranks in enumerate(reader.roles.values()):
+                role_of[list(ranks)] = number
+            self._role_of = role_of
+
+    def of(self, group_id: int, rank: int) -> NDArray[np.int32] | None:
+        """For each member the first one that gave the same, `rank` standing for itself; None where none are alike."""
+        if self._role_of is None:
+            return None
+        found = self._known.get((group_id, rank))
+        if found is None:
+            ranks = np.array(self._reader.groups[group_id].ranks, np.int64)
+            keys = np.where(ranks == rank, np.iinfo(np.int64).max, self._role_of[ranks])
+            _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+            found = self._known[group_id, rank] = first[inverse.reshape(-1)].astype(np.int32)
+        return found
+
+    def givers(self, group_id: int, rank: int) -> list[int]:
+        """The members whose payloads say what all others than `rank` gave."""
+        ranks = self._reader.groups[group_id].ranks
+        alike = self.of(group_id, rank)
+        members = range(len(ranks)) if alike is None else np.unique(alike).tolist()
+        return [member for member in members if ranks[member] != rank]
+
+
+def is_by_roles(reader: TraceReader) -> bool:
+    """Whether of most ranks only those of their role ran when the trace was recorded."""
+    return "roles.representatives" in reader.metadata
+
+
+def _contributors(
+    reader: TraceReader, sandbox: Sequence[int], alike: AlikeMembers
+) -> tuple[set[int], list[int]]:  # fmt: skip
     """The groups whose members' own contributions a sandbox is given, and the ranks that contribute or send to it.
 
     Reductions are given as results, which the sandbox's own rows have; so most ranks of a large job are not read.
@@ -118,7 +164,8 @@ def _contributors(reader: TraceReader, sandbox: Sequence[int]) -> tuple[set[int]
         ranks.update(np.unique(peer[rooted | (kind == UnitKind.RECV)]).tolist())
         group_ids.update(np.unique(np.asarray(table.group_id)[given]).tolist())
         for group_id in np.unique(np.asarray(table.group_id)[given & ~rooted]).tolist():
-            ranks.update(reader.groups[group_id].ranks)
+            members = reader.groups[group_id].ranks
+            ranks.update(members[member] for member in alike.givers(group_id, rank))
     return group_ids, sorted(ranks & set(reader.ranks))
 
 
@@ -128,12 +175,15 @@ def _tag(value: Any) -> int:
 
 def read_scripts(reader: TraceReader, sandbox: Sequence[int]) -> dict[int, Script]:
     """The script of each sandbox rank. Payloads that were not recorded leave `has_values` False."""
-    group_ids, ranks = _contributors(reader, sandbox)
+    alike = AlikeMembers(reader)
+    group_ids, ranks = _contributors(reader, sandbox, alike)
     values = RecordedValues(reader, ranks, group_ids)
-    return {rank: _script(reader, rank, frozenset(sandbox), values) for rank in sandbox}
+    return {rank: _script(reader, rank, frozenset(sandbox), values, alike) for rank in sandbox}
 
 
-def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: RecordedValues) -> Script:
+def _script(
+    reader: TraceReader, rank: int, sandbox: frozenset[int], values: RecordedValues, alike: AlikeMembers
+) -> Script:  # fmt: skip
     table = reader.units(rank)
     steps = reader.steps(rank)
     last_step = int(steps.step[-1]) if len(steps) else 0
@@ -146,7 +196,8 @@ def _script(reader: TraceReader, rank: int, sandbox: frozenset[int], values: Rec
             continue
         one = _expected(reader, table, row, rank, sandbox)
         if one.stream is not None:
-            sources, digests, sizes = _sources(one, table, row, rank, sandbox, values)
+            one = replace(one, alike=alike.of(one.group_id, rank))
+            sources, digests, sizes = _sources(one, table, row, rank, values, alike)
             complete &= None not in digests
             known = [Item(d, reader.payload_bytes(d)) for d in digests if d is not None]
             if len(known) < len(digests):
@@ -190,7 +241,7 @@ def _expected(reader: TraceReader, table: Any, row: int, rank: int, sandbox: fro
 
 
 def _sources(
-    one: Expected, table: Any, row: int, rank: int, sandbox: frozenset[int], values: RecordedValues
+    one: Expected, table: Any, row: int, rank: int, values: RecordedValues, alike: AlikeMembers
 ) -> tuple[tuple[int, ...], list[bytes | None], dict[int, tuple[int, ...]]]:
     """Which payloads the operation needs: (source, digest) pairs, and the splits of an all-to-all."""
     ranks = one.group_ranks
@@ -209,14 +260,14 @@ def _sources(
     elif one.op is Op.GATHER and one.peer != rank:
         members = []
     else:
-        members = [member for member, other in enumerate(ranks) if other != rank]
+        members = alike.givers(one.group_id, rank)
     digests, sizes = [], {}
     for member in members:
         digest, splits = values.collective.get((one.group_id, one.seq, ranks[member]), (None, None))
         digests.append(digest)
         if splits is not None:
             sizes[member] = splits
-    return tuple(members), digests, sizes
+    return tuple(map(one.giver, members)), digests, sizes
 
 
 def _is_sized_by(before: Expected | None, one: Expected) -> bool:

@@ -25,6 +25,7 @@ class EmulateSpec:
     ring_fds: tuple[int, ...]  # the prefetch pool of each sandbox rank
     board_fd: int  # posts of the sandbox ranks; -1 with only one
     hold_fds: tuple[int, ...] = ()  # of each sandbox rank, where there is a GPU: what it shares with its releaser
+    by_roles: bool = False  # of the graph's ranks most did not run when it was recorded
     needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
     is_slice: bool = False  # of a calibration on GPUs: times are wanted, values only as far as they steer the program

@@ -11,11 +11,13 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from prism_sdk.runtime.arena import tensor_memory
 from prism_sdk.runtime.calls import Call
-from prismtrace.model import ReduceOp
+from prismtrace.model import Op, ReduceOp
 
 ReadInto = Callable[[int, int, memoryview], None]  # (member, offset in its contribution, destination)
 
@@ -144,6 +146,37 @@ def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequenc
         for member, tensor in enumerate(call.receive_tensors):
             offset = sum(send_bytes(member)[:me])
             fill(tensor, lambda view, m=member, o=offset: read_into(m, o, view))  # type: ignore[misc]
+
+
+def deliver_repeated(call: Call, of_member: NDArray[np.int32], read_into: ReadInto) -> bool:
+    """As `deliver`, for a gather of which many members give the same: each different part is read once, and repeated.
+
+    `of_member`: equal numbers for members that give the same. False, and nothing done, where outputs are not the
+    members' parts one after the other.
+    """
+    if call.op is not Op.ALL_GATHER or not _is_regular(call):
+        return False
+    _, first, inverse = np.unique(of_member, return_index=True, return_inverse=True)
+    part_of = torch.from_numpy(inverse.reshape(-1))
+    offset = 0
+    for output, like in zip(call.outputs, call.contribution, strict=True):
+        parts = torch.empty((len(first), like.numel()), dtype=like.dtype, device="cpu")
+        for part, member in zip(parts, first.tolist(), strict=True):
+            read_into(member, offset, memory_of(part))
+        rows = output.detach().view(len(call.group.ranks), like.numel())
+        rows.copy_(parts.expand(len(rows), -1) if len(first) == 1 else parts[part_of])
+        offset += like.nbytes
+    return True
+
+
+def _is_regular(call: Call) -> bool:
+    """Whether each output holds the members' parts one after the other."""
+    size = len(call.group.ranks)
+    return len(call.outputs) == len(call.contribution) and all(
+        output.is_contiguous() and like.numel() > 0 and output.numel() == size * like.numel()
+        and not output.is_conj() and not output.is_neg()
+        for output, like in zip(call.outputs, call.contribution, strict=True)
+    )  # fmt: skip
 
 
 def deliver_locally(call: Call, source: Sequence[torch.Tensor]) -> None:

@@ -71,9 +71,12 @@ else:
     dist.send(box + mine, rank - 1, group=pair)
 seen["message"] = box.tolist()
 ring = torch.empty(1)
-works = [dist.isend(torch.tensor([mine]), (rank + 2) % world), dist.irecv(ring, (rank - 2) % world)]
-for work in works:
-    work.wait()
+if "--no-ring" not in sys.argv:
+    works = [dist.isend(torch.tensor([mine]), (rank + 2) % world), dist.irecv(ring, (rank - 2) % world)]
+    for work in works:
+        work.wait()
+else:
+    ring.zero_()
 seen["ring"] = ring.tolist()
 dist.barrier()
 with open(f"{sys.argv[1]}/seen-{rank}", "w") as file:
@@ -142,5 +145,18 @@ for step in range(3):
     if rank == 7 and step == 2:
         dist.all_reduce(torch.ones(1), group=alone)
 dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+'''
+
+SIDES = '''
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+pair = [dist.new_group([at, at + 1], group_desc="TENSOR_MODEL_PARALLEL_GROUP") for at in range(0, world, 2)][rank // 2]
+sides = [torch.empty(1), torch.empty(1)]
+dist.all_gather(sides, torch.tensor([float(rank % 2)]), group=pair)
+assert [float(side) for side in sides] == [0.0, 1.0], sides
 dist.destroy_process_group()
 '''

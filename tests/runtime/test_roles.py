@@ -19,7 +19,7 @@ from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
 from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
-from tests.runtime.role_jobs import ASYMMETRIC, MIXED, structure_differences
+from tests.runtime.role_jobs import ASYMMETRIC, MIXED, SIDES, structure_differences
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 
@@ -27,7 +27,7 @@ MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("roles")
-    for name, text in (("mixed", MIXED), ("asymmetric", ASYMMETRIC)):
+    for name, text in (("mixed", MIXED), ("asymmetric", ASYMMETRIC), ("sides", SIDES)):
         (folder / f"{name}.py").write_text(text)
     return Launches(folder)
 
@@ -170,12 +170,15 @@ def test_ranks_that_break_the_symmetry_are_named(jobs: Launches) -> None:
     assert "rank 5 differs from rank 1, which stands for its role: " in run.err
 
 
-def test_calibration_and_emulation_of_what_never_ran_are_refused(jobs: Launches, hybrid: Launched) -> None:
-    for verb in ("calibrate", "emulate"):
-        run = jobs.run(verb, jobs.folder / "mixed.py", options=["--graph", hybrid.trace])
-        assert run.code == 2
-        assert "recorded by roles" in run.err
-        assert "Traceback" not in run.err
+def test_a_failure_under_a_stated_layout_names_the_layout(jobs: Launches) -> None:
+    """Ranks 0 and 1 are no replicas: with one standing for the other the script sees what it must not see."""
+    few = ["--world-size", "8", "--samples", "1"]
+    ended = jobs.run("record", jobs.folder / "sides.py", (), options=[*few, "--roles", "dp=8"])
+    assert ended.code == 1
+    assert "AssertionError" in ended.err
+    assert "the roles were stated, --roles dp=8: if ranks of one role do not do the same, this follows" in ended.err
+    fitting = jobs.run("record", jobs.folder / "sides.py", (), options=[*few, "--roles", "tp=2,dp=4"])
+    assert fitting.code == 0, fitting.err
 
 
 # -- the plan ----------------------------------------------------------------------------------------------------------

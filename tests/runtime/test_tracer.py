@@ -397,8 +397,3 @@ def test_a_real_program_with_checkpoints_and_two_optimizers(bench: Any, dummy: t
     # two optimizers follow one another with a sliver of host time between them
     phases = [Phase(p) for s, p in zip(table.step.tolist(), table.phase.tolist(), strict=True) if s == 1]
     assert [phase for phase in phases if phase is not OTHER] == [FORWARD, BACKWARD] * 3 + [OPTIMIZER] * 2
-
-
-def test_a_group_without_a_description_is_called_by_its_ranks() -> None:
-    assert GROUP.label == "of ranks 4,7,9"
-    assert GroupState("1", (0, 1), 0, "gloo", "pairs", 7).label == "pairs"

@@ -129,7 +129,7 @@ def test_plausible_takes_the_like_then_the_nearest_then_the_fallback() -> None:
 
 @given(world_size=st.integers(1, 200), num_slots=st.integers(1, 200))
 def test_every_rank_is_in_one_slice(world_size: int, num_slots: int) -> None:
-    slices = partition(world_size, num_slots)
+    slices = partition(range(world_size), num_slots)
     assert [rank for ranks in slices for rank in ranks] == list(range(world_size))
     assert len(slices) == math.ceil(world_size / num_slots)
     assert max(map(len, slices)) <= num_slots

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import click
+
 from prism_sdk.cli.commands.record import SLOTS
 from prism_sdk.cli.launching import launch_command, option
 from prism_sdk.runtime.config import LaunchMode
@@ -11,11 +13,18 @@ BACKEND = option(
     "--backend", metavar="NAME", help="How virtual ranks are replayed; `prism plugins` lists them.  [default: local]"
 )
 
+ENGINE = option(
+    "--engine", type=click.Choice(["ray"]),
+    help="Spread the slices over the machines of a Ray cluster, which share the folder of the output. What is "
+    "finished is kept there until the end: the same command goes on after an interruption.",
+)  # fmt: skip
+ADDRESS = option("--address", metavar="HOST:PORT", help="Of the Ray cluster.  [default: a new one on this machine]")
+
 
 @launch_command(
     LaunchMode.CALIBRATE,
     output="calibrated.prism",
-    extra=[SLOTS, STRATEGY, BACKEND],
+    extra=[SLOTS, STRATEGY, BACKEND, ENGINE, ADDRESS],
     graph="The bare graph, from `prism record`.",
 )
 def command() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.output import Ticker, echo_json
 from prism_sdk.errors import ExitCode
 from prism_sdk.wording import counted
 
@@ -25,7 +25,7 @@ def command(file: Path, as_json: bool) -> int:
     """
     import prismtrace
 
-    findings = prismtrace.validate(file)
+    findings = prismtrace.validate(file, progress=Ticker(f"checking {file}", of="ranks"))
     errors = [finding for finding in findings if _severity(finding) == "error"]
     if as_json:
         echo_json({"file": file, "valid": not errors, "findings": findings})

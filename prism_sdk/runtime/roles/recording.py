@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from prism_sdk.errors import AsymmetryError
-from prism_sdk.runtime.config import LaunchConfig, LaunchResult, PayloadMode
+from prism_sdk.errors import AsymmetryError, RunError, UnsupportedError
+from prism_sdk.runtime.config import LaunchConfig, LaunchResult
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.launcher import run_job
 from prism_sdk.runtime.progress import Progress
@@ -35,7 +35,6 @@ def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
     Raises PrismError as a recording of all ranks does, and AsymmetryError where a rank that stands for others cannot.
     """
     plan = stated_plan(config)
-    config = replace(config, payloads=config.payloads or PayloadMode.NONE)
     is_stated, left_out = plan is not None, list[Disagreement]()
     for start in range(_MAX_STARTS):
         attempt = _Attempt(config, plan, is_stated=is_stated, left_out=left_out, progress=progress)
@@ -49,11 +48,24 @@ def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
         except AsymmetryError as error:
             known = attempt.policy.plan
             if known is None or error.rank not in known.samples or start == _MAX_STARTS - 1:
+                if is_stated:
+                    error.hint = _blamed_on_layout(config, error.hint)
                 raise
             left_out.append(Disagreement(error.rank or 0, error.representative, None, 0, error.what))
             plan = replace(known, samples=tuple(rank for rank in known.samples if rank != error.rank))
             progress.say(f"{left_out[-1]}; the job starts again without that rank")
+        except (RunError, UnsupportedError) as error:
+            if is_stated:
+                error.hint = _blamed_on_layout(config, error.hint)
+            raise
     raise AssertionError("unreachable")
+
+
+def _blamed_on_layout(config: LaunchConfig, hint: str | None) -> str:
+    """The hint of a failure, where the user said which ranks do the same: that may be what is wrong, not the script."""
+    stated = f"the roles were stated, --roles {config.roles}: if ranks of one role do not do the same, this follows " \
+             "from it; try another layout, or --roles auto"  # fmt: skip
+    return stated if not hint else f"{stated}; else {hint}"
 
 
 class _Attempt:
@@ -64,7 +76,7 @@ class _Attempt:
         progress: Progress,
     ) -> None:  # fmt: skip
         self._config, self._left_out, self._progress = config, left_out, progress
-        self._plan = plan
+        self._plan, self._is_stated = plan, is_stated
         self.policy = RoleCoordinator(
             config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples, plan=plan,
             is_stated=is_stated, pin=config.pin,
@@ -96,6 +108,9 @@ class _Attempt:
                 self._progress.say(f"an approximation: {note}")
             for one in found:
                 self._progress.say(str(one))
+            if found and self._is_stated:
+                self._progress.say(f"the stated layout does not fit: --roles {self._config.roles} says that these "
+                                   "ranks do the same; state another one, or --roles auto")  # fmt: skip
             if plan.samples and not found:
                 who = "1 sampled rank does" if len(plan.samples) == 1 else f"{len(plan.samples)} sampled ranks do"
                 self._progress.say(f"{who} the same as those that stand for them")

@@ -6,6 +6,8 @@ groups that cost nothing where the rank is no member.  Whom a contribution stand
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -20,12 +22,14 @@ from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, RecordSeam
 from prism_sdk.runtime.roles.layout import RolePlan
 from prism_sdk.runtime.roles.views import SharedSources
-from prism_sdk.runtime.tensors import Bytes, ReadInto, combine_weighted, memory_of
+from prism_sdk.runtime.tensors import Bytes, ReadInto, combine_weighted, deliver_repeated
 from prism_sdk.runtime.tracer import Tracer
 from prism_sdk.runtime.wire import Channel
 from prismtrace.model import Op
 
 _SCOUT = 0
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE_BLOCK_BYTES = 1 << 18
 
 
 class RoleConversation(Conversation):
@@ -67,7 +71,8 @@ class RoleSeam(RecordSeam):
 
     def install(self) -> None:
         super().install()
-        _skip_foreign_groups(self.conversation if self.spec.rank == _SCOUT else None)
+        _give_back_freed_memory()
+        skip_foreign_groups(self.conversation if self.spec.rank == _SCOUT else None)
 
     def group_created(self, group: GroupState) -> None:
         self.groups.append(group)
@@ -109,33 +114,23 @@ class RoleSeam(RecordSeam):
         return combine_weighted(call, parts, len(call.group.ranks), read_into)
 
     def deliver(self, call: Call, sources: Any, read_into: ReadInto) -> None:
-        if call.op is not Op.ALL_GATHER or not isinstance(sources, SharedSources) or not _is_regular(call):
+        if not isinstance(sources, SharedSources) or not deliver_repeated(call, sources.of_member, read_into):
             super().deliver(call, sources, read_into)
-            return
-        # every member's part has its place in one tensor: each different part is read once, and repeated
-        _, first = np.unique(sources.of_member, return_index=True)
-        of_member = torch.from_numpy(sources.of_member)
-        offset = 0
-        for output, like in zip(call.outputs, call.contribution, strict=True):
-            parts = torch.empty((len(first), like.numel()), dtype=like.dtype)
-            for part, member in zip(parts, first.tolist(), strict=True):
-                read_into(member, offset, memory_of(part))
-            rows = output.detach().view(len(call.group.ranks), like.numel())
-            rows.copy_(parts.expand(len(rows), -1) if len(first) == 1 else parts[of_member])
-            offset += like.nbytes
 
 
-def _is_regular(call: Call) -> bool:
-    """Whether each output holds the members' parts one after the other."""
-    size = len(call.group.ranks)
-    return len(call.outputs) == len(call.contribution) and all(
-        output.is_contiguous() and like.numel() > 0 and output.numel() == size * like.numel()
-        and not output.is_conj() and not output.is_neg()
-        for output, like in zip(call.outputs, call.contribution, strict=True)
-    )  # fmt: skip
+def _give_back_freed_memory() -> None:
+    """Blocks of 256 KiB and more leave the process when they are freed.
+
+    Gathers over thousands of ranks free buffers of many MiB again and again. glibc would take the first of them as a
+    sign to keep such blocks, and every rank that waits for its turn would hold its largest ones.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
+            mallopt(parameter, _LARGE_BLOCK_BYTES)
 
 
-def _skip_foreign_groups(conversation: RoleConversation | None) -> None:
+def skip_foreign_groups(conversation: RoleConversation | None) -> None:
     """A group that this rank is no member of is only counted, and named if it is this rank that names groups.
 
     At 8,192 ranks a program may make some ten thousand groups, and be a member of twenty.

@@ -11,8 +11,6 @@ from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
-import torch
-
 import prismtrace
 from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
@@ -22,6 +20,7 @@ from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
 from prism_sdk.runtime.intercept import Seam
+from prism_sdk.runtime.making_up import compensate, copy_view, give_own, is_without_values
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
 from prism_sdk.runtime.oncuda.filling import fill_alone
@@ -45,7 +44,7 @@ from prism_sdk.runtime.tracer import Tracer, now_ns
 from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
-from prismtrace import Op, ReduceOp
+from prismtrace import Op
 
 
 class EmulateSeam(Seam):
@@ -138,7 +137,7 @@ class EmulateSeam(Seam):
         if one.stream is None:
             return self._issue_real(call, unit, posted)
         device = device_of(call) if self.held is not None else None
-        if self.held is not None and device is not None and self.held.takes(call, device):
+        if self.held is not None and device is not None and one.alike is None and self.held.takes(call, device):
             return self._issue_held(self.held, call, one, moved, unit, posted)
         handle = self.engine.post(one.stream, one.seq, int(posted), shift=self.cursor.shift_of(one))
         if self.held is not None:
@@ -203,7 +202,7 @@ class EmulateSeam(Seam):
             if not is_filled:
                 joined = memoryview(Bytes(call.contribution).joined())
                 sizes = call.send_bytes or ()
-                deliver(call, lambda _, o, view: _copy(view, joined[o : o + len(view)]), lambda _: sizes)
+                deliver(call, lambda _, o, view: copy_view(view, joined[o : o + len(view)]), lambda _: sizes)
             if not is_in_background():
                 now = self.tracer.now()
                 self.tracer.wait(unit, posted if not call.is_async else now, now, blocked=False)
@@ -279,7 +278,7 @@ class EmulateSeam(Seam):
                 deliver_locally(call, call.contribution)
             elif is_without_values(call, one):
                 self.num_without_values += 1
-                _give_own(call)
+                give_own(call)
             return
         first = one.first_item + moved
         views = self.pool.take(first, len(one.sources))
@@ -301,7 +300,7 @@ class EmulateSeam(Seam):
             if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
                 view, rest = view[: len(piece)], view[len(piece) :]
                 rest[:] = bytes(len(rest))
-            _copy(view, piece)
+            copy_view(view, piece)
 
         if one.alike is not None and deliver_repeated(call, one.alike, read_into):
             return
@@ -325,10 +324,10 @@ class EmulateSeam(Seam):
             size = delivery.tensor.nbytes
             part = result[position : position + size]
             if joined is None or recorded is None:
-                fill(delivery.tensor, lambda view, p=part: _copy(view, p))  # type: ignore[misc]
+                fill(delivery.tensor, lambda view, p=part: copy_view(view, p))  # type: ignore[misc]
             else:
                 span = slice(delivery.offset_bytes, delivery.offset_bytes + size)
-                _compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])
+                compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])
             position += size
 
     def _is_same(self, call: Call, recorded: memoryview) -> bool:
@@ -369,49 +368,3 @@ def _sandbox_mesh(conversation: Conversation, sandbox: tuple[int, ...], rank: in
 
     store = PrefixStore("prism-mesh", LauncherStore(conversation, lambda regions: None))
     return ProcessGroupGloo(store, sandbox.index(rank), len(sandbox), timedelta(minutes=10))
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    target[:] = source
-
-
-def is_without_values(call: Call, one: Expected) -> bool:
-    """Whether virtual members give something that was not recorded."""
-    if one.sources or (call.op is Op.SCATTER and call.group.group_rank == call.root):
-        return False
-    return bool(call.deliveries or call.receive_tensors)
-
-
-def _give_own(call: Call) -> None:
-    """No values were recorded: virtual members give what this rank gives or zeros; a broadcast leaves what is there."""
-    own = Bytes(call.contribution)
-    mine = memoryview(own.joined())
-
-    def read_into(member: int, offset: int, view: memoryview) -> None:
-        piece = mine[offset : offset + len(view)]
-        view[:] = piece if len(piece) == len(view) else bytes(len(view))
-
-    if call.op is not Op.BROADCAST:
-        deliver(call, read_into, lambda member: call.send_bytes or ())
-
-
-def _compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: memoryview, now: memoryview) -> None:
-    """Put the recorded result into `output`, less what this rank contributed `then` and with what it contributes `now`.
-
-    Products and bitwise reductions stay as recorded: their results do not say what the virtual members contributed.
-    """
-    total, live = _tensor(result, output), _tensor(now, output)
-    if call.reduce_op is ReduceOp.SUM and output.dtype is not torch.bool:
-        total.add_(live.sub_(_tensor(then, output)))
-    elif call.reduce_op is ReduceOp.AVG and (output.is_floating_point() or output.is_complex()):
-        total.add_(live.sub_(_tensor(then, output)).div_(len(call.group.ranks)))
-    elif call.reduce_op is ReduceOp.MAX:
-        total = torch.maximum(total, live)
-    elif call.reduce_op is ReduceOp.MIN:
-        total = torch.minimum(total, live)
-    with torch.no_grad():
-        output.detach().copy_(total.view(output.shape))
-
-
-def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:
-    return torch.frombuffer(bytearray(view), dtype=like.dtype)  # on the CPU, whatever the default device is

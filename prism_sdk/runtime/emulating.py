@@ -233,7 +233,7 @@ def _prepare(
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     for key in ("occupy", "device_pool_bytes"):
         if (key, config.options.get(key)) != ("occupy", "off"):
-            whole_number(config.options, key, 0)
+            at_least(config.options, key, default=0, low=0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
@@ -286,21 +286,10 @@ def _needs_mesh(script: Script, sandbox: tuple[int, ...]) -> bool:
     return any(not frozenset(sandbox).issuperset(one.group_ranks) for one in messages)
 
 
-def whole_number(options: Mapping[str, str], key: str, default: int) -> int:
-    """The number that `-O key=N` says; UsageError where it is none."""
-    text = options.get(key)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit()):
-        raise UsageError(f"-O {key}={text}: {text!r} is not a whole number", hint=f"such as -O {key}={default or 16}")
-    return int(text)
-
-
 def _ring_bytes(config: LaunchConfig, script: Script) -> int:
     """Size of the pool: what the whole run needs, up to `-O prefetch_bytes=N`."""
-    limit = at_least(
-        config.options, "prefetch_bytes", default=_DEVICE_RING_BYTES if has_gpu() else _RING_BYTES, low=0
-    )
+    default = _DEVICE_RING_BYTES if has_gpu() else _RING_BYTES
+    limit = at_least(config.options, "prefetch_bytes", default=default, low=0)
     largest = max((item.num_bytes for item in script.sequence.items), default=0)
     return min(max(sum(item.num_bytes for item in script.sequence.items) * 2, largest, 1 << 20), max(limit, 1 << 16))
 

@@ -15,8 +15,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.errors import UsageError
-from prism_sdk.runtime.emulating import whole_number
 from prism_sdk.runtime.prefetch import (
     Consumer,
     Item,
@@ -234,15 +232,3 @@ def test_what_a_sequence_repeats() -> None:
     assert [sequence.from_index(i).num_bytes for i in range(10)] == [0, 1, 2, 3, 4, 3, 4, 3, 4, 3]  # type: ignore[union-attr]
     assert PayloadSequence(items, 5).from_index(5) is None
     assert PayloadSequence((), 0).from_index(0) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"), [(None, 7), ("0", 0), ("123", 123), ("1e9", None), ("-1", None), ("", None)]
-)
-def test_sizes_that_a_user_gives(text: str | None, wanted: int | None) -> None:
-    options = {} if text is None else {"prefetch_bytes": text}
-    if wanted is None:
-        with pytest.raises(UsageError, match=r"-O prefetch_bytes=.* is not a whole number"):
-            whole_number(options, "prefetch_bytes", 7)
-    else:
-        assert whole_number(options, "prefetch_bytes", 7) == wanted

@@ -12,7 +12,6 @@ from typing import Any
 from prism_sdk.errors import RunError
 
 _NON_BLOCKING = 1
-_NO_BARRIER = 1  # CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _HOST_PORTABLE_MAPPED = 1 | 2
 
@@ -51,12 +50,10 @@ class Driver:
             self._cuda.cuGetErrorName(code, ctypes.byref(text))
             raise DriverError(function, code, (text.value or b"unknown error").decode())
 
-    def stream_write(self, stream: int, address: int, value: int, *, is_fenced: bool = True) -> None:
-        """`stream` writes 32 bits to device-visible memory when it has done everything before.
-
-        With `is_fenced` whoever sees them also sees what was written before.
-        """
-        self._check(self._write(stream, address, value, 0 if is_fenced else _NO_BARRIER), "cuStreamWriteValue32")
+    def stream_write(self, stream: int, address: int, value: int) -> None:
+        """`stream` writes 32 bits to device-visible memory when everything before is done, which is seen first."""
+        # without that barrier it would take less time, but driver 580 refuses it on an H200 (CUDA_ERROR_INVALID_VALUE)
+        self._check(self._write(stream, address, value, 0), "cuStreamWriteValue32")
 
     def stream_wait(self, stream: int, address: int, value: int) -> None:
         """`stream` goes on once the 32 bits at `address` are `value`, or at most 2**31 - 1 beyond."""

@@ -64,10 +64,13 @@ def fill_from(
         return
 
     def pieces(member: int) -> Pieces:
-        known = recorded.get(member) if call.op is Op.RECV or member != me else None
+        known = recorded.get(one.giver(member)) if call.op is Op.RECV or member != me else None
         return own if known is None else [known.data]
 
-    _deliver(call, pieces, lambda member: call.send_bytes or () if member == me else one.send_bytes[member])
+    def send_bytes(member: int) -> Sequence[int]:
+        return call.send_bytes or () if member == me else one.send_bytes[one.giver(member)]
+
+    _deliver(call, pieces, send_bytes)
 
 
 @torch.no_grad()

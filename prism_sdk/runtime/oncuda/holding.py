@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -67,8 +68,8 @@ class Held:
 class HoldCounts:
     """How the operations on the device went."""
 
-    errors_ns: list[int] = field(default_factory=list)  # done less due
-    issue_ns: list[int] = field(default_factory=list)  # what the host took for each
+    errors_ns: array[int] = field(default_factory=lambda: array("q"))  # done less due
+    issue_ns: array[int] = field(default_factory=lambda: array("q"))  # what the host took for each
     num_late: int = 0
     num_differing: int = 0
     num_unpinned: int = 0
@@ -90,6 +91,7 @@ class StreamHold:
         self._driver = driver = Driver()
         torch.cuda.current_stream(device).query()  # the context is there and current
         self._flags = driver.register(ctypes.addressof(ctypes.c_char.from_buffer(table.map)), fields.TABLE_BYTES)
+        self._try_device()
         ring = source.memory()
         try:
             driver.register(ctypes.addressof(ctypes.c_char.from_buffer(ring)), len(ring))
@@ -121,6 +123,17 @@ class StreamHold:
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
         self._await_releaser()
+
+    def _try_device(self) -> None:
+        """Raise RunError where a stream cannot wait for and write to the shared table."""
+        address = self._flags + 4 * fields.TRIAL
+        for stream in (torch.cuda.current_stream(self.device), self._urgent_stream()):
+            before = self._table.words[fields.TRIAL]
+            self._driver.stream_wait(stream.cuda_stream, address, before)
+            self._driver.stream_write(stream.cuda_stream, address, before + 1)
+            torch.cuda.synchronize(self.device)
+            if self._table.words[fields.TRIAL] != before + 1:
+                raise RunError("what a stream writes to memory that the host shares with it does not arrive there")
 
     def _await_releaser(self) -> None:
         until = time.monotonic() + _READY_S
@@ -161,7 +174,7 @@ class StreamHold:
         ticket = table.ticket(number)
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
-        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket, is_fenced=False)
+        driver.stream_write(current.cuda_stream, self._at(number, fields.ARRIVED), ticket)
         held.ties = isinstance(posted, Mark) and getattr(posted, "stream", current.cuda_stream) == current.cuda_stream
         arrived = current.record_event()
         if one.sources:

@@ -18,6 +18,9 @@ ENVIRONMENT = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 NUM_SLOTS = 1 << 14
 _HEADER_BYTES = 4096
 _SLOT_BYTES = 64
+TRIAL = 256
+"""A 32-bit word that belongs to no slot: whether the device can wait and write is tried on it."""
+
 TABLE_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
 
 # kinds of entries

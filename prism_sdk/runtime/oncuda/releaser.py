@@ -27,7 +27,7 @@ from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 
 _FIRST_LEAD_NS = 6_000
-_MAX_LEAD_NS = 30_000
+_MAX_LEAD_NS = 60_000
 _WINDOW = 63  # releases that the lead is learnt from
 _IDLE_S = 0.0002  # between looks while nothing is under way
 _IDLE_AFTER_NS = 2_000_000_000

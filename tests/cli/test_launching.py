@@ -124,6 +124,13 @@ def test_everything_else(launcher: Launcher) -> None:
     assert (config.payloads, config.pin, config.quiet) == (PayloadMode.RESULTS, False, True)
 
 
+def test_kernels_of_some_steps(launcher: Launcher) -> None:
+    assert run(["observe", "--kernels", "3:5", "train.py"]) == 0
+    assert launcher.asked.kernels == StepRange(3, 5)
+    assert run(["emulate", "--graph", graph(GraphKind.CALIBRATED), "--kernels", "1:", "train.py"]) == 0
+    assert launcher.asked.kernels == StepRange(1)
+
+
 def test_options_of_plugins(launcher: Launcher) -> None:
     words = ["--graph", graph(GraphKind.BARE), "-O", "passes=1", "-O", "transfers=x=y", "-O", "prefetch_bytes=9"]
     assert run(["calibrate", *words, "train.py"]) == 0
@@ -216,6 +223,9 @@ def test_a_failed_rank_is_a_message(launcher: Launcher, capsys: pytest.CaptureFi
 
 
 BAD = {
+    "kernels of step 0": (["observe", "--kernels", ":2", "train.py"], 2, "begin with 1"),
+    "kernels of CPUs": (["observe", "--kernels", "1:2", "--device", "cpu", "train.py"], 2, "leave one of them out"),
+    "kernels of a recording": (["record", "--kernels", "1:2", "train.py"], 2, "No such option"),
     "no script": (["observe"], 2, "which script?"),
     "script missing": (["observe", "--", "none.py"], 2, "'none.py' does not exist"),
     "elastic": (["observe", "--nnodes", "1:4", "train.py"], 2, "elastic"),

@@ -148,13 +148,52 @@ def operations() -> None:
         check("a group of two", x, 2)
 
 
+class Gathered(nn.Module):
+    """A layer that overlaps communication as FSDP2 does, with any number of ranks, one too: gathers and scatters run
+    on streams of their own, and the main stream waits for events of them."""
+
+    def __init__(
+        self, inner: nn.Module, device: torch.device, gathers: torch.cuda.Stream, scatters: torch.cuda.Stream
+    ) -> None:
+        super().__init__()
+        self.inner, self.gathers, self.scatters = inner, gathers, scatters
+        self.size = sum(p.numel() for p in inner.parameters()) // dist.get_world_size()
+        self.shard = torch.zeros(self.size, device=device, dtype=torch.bfloat16)
+        self.scattered = torch.zeros(self.size, device=device)
+        self.register_forward_pre_hook(lambda *_: self.gather())
+        self.register_full_backward_pre_hook(lambda *_: self.gather())
+        self.register_full_backward_hook(lambda *_: self.scatter())
+
+    def gather(self) -> None:
+        self.gathers.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.gathers):
+            out = self.shard.new_empty(self.size * dist.get_world_size())
+            dist.all_gather_into_tensor(out, self.shard)
+            event = self.gathers.record_event()
+        torch.cuda.current_stream().wait_event(event)
+        out.record_stream(torch.cuda.current_stream())
+
+    def scatter(self) -> None:
+        full = self.scattered.new_zeros(self.size * dist.get_world_size())
+        self.scatters.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.scatters):
+            dist.reduce_scatter_tensor(self.scattered, full)
+        full.record_stream(self.scatters)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 def train(wrap: str, steps: int, width: int, batch: int) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     torch.manual_seed(0)
     device = torch.device("cuda", rank)
     layers = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(4)]
     model: nn.Module = nn.Sequential(*layers).to(device)
-    if wrap == "ddp":
+    if wrap == "streams":
+        streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+        model = nn.Sequential(*(Gathered(layer, device, *streams) for layer in layers)).to(torch.bfloat16)
+    elif wrap == "ddp":
         model = DistributedDataParallel(model, device_ids=[rank], bucket_cap_mb=width * width / 100_000)
     else:
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
@@ -168,8 +207,12 @@ def train(wrap: str, steps: int, width: int, batch: int) -> None:
     times = [time.perf_counter()]
     for _ in range(steps):
         x = torch.randn(batch, width, device=f"cuda:{rank}", generator=generator)
+        if wrap == "streams":
+            x = x.to(torch.bfloat16).requires_grad_()
         loss = model(x).float().square().mean()
         loss.backward()
+        if wrap == "streams":
+            torch.cuda.current_stream().wait_stream(streams[1])
         optimizer.step()
         optimizer.zero_grad()
         if "--timed" in sys.argv:

@@ -61,21 +61,25 @@ class DeviceClock:
         self._offset_ns: int | None = None
         self._offset_at = 0
         self._device = -1
-        self._main: Any = None
+        self._streams: dict[int, Any] = {}  # address -> what to record an event on
         self.main = -1  # the main stream's address
         self.first_host_ns = 0  # from there on marks are dated by the device
 
     def mark(self) -> int:
         """This point of the program: a Mark, or a plain host time where no event can be recorded."""
         now = time.monotonic_ns()
-        return self._mark(now, self._main, self.main) if self._is_ready() else now
+        return self._mark(now, self.main) if self._is_ready() else now
 
     def beside(self) -> Mark | None:
         """This point on the current stream, where that is another than the main one; None where it is not."""
         if not self._is_ready():
             return None
         stream = current_stream(self._device)
-        return None if stream == self.main else self._mark(time.monotonic_ns(), torch.cuda.current_stream(), stream)
+        if stream == self.main:
+            return None
+        if stream not in self._streams:
+            self._streams[stream] = torch.cuda.current_stream()
+        return self._mark(time.monotonic_ns(), stream)
 
     def stream_beside(self) -> int | None:
         """The address of the current stream, where that is another than the main one."""
@@ -90,7 +94,7 @@ class DeviceClock:
             self._device = current_device()
             stream = current_stream(self._device)
             if stream != self.main:
-                self._main, self.main = torch.cuda.current_stream(), stream
+                self._streams[stream], self.main = torch.cuda.current_stream(), stream
 
     def _is_ready(self) -> bool:
         if self._device < 0:
@@ -98,11 +102,11 @@ class DeviceClock:
         # events of two devices have no distance; one that is captured has no time
         return self._device >= 0 and current_device() == self._device and not torch.cuda.is_current_stream_capturing()
 
-    def _mark(self, now: int, stream: Any, address: int) -> Mark:
+    def _mark(self, now: int, stream: int) -> Mark:
         mark = Mark(now)
         mark.event = self._spare.pop() if self._spare else Event(enable_timing=True)
-        mark.event.record(stream)
-        mark.stream = address
+        mark.event.record(self._streams[stream])
+        mark.stream = stream
         mark.time_ns = None
         if self._periods and now - self._periods[-1].first < PERIOD_NS:
             self._periods[-1].marks.append(mark)

@@ -111,4 +111,3 @@ def _write(writer: TraceWriter, rank: int, events: list[tuple[int, int, Any]]) -
         "correlation_id": np.array([event.correlation_id() for _, _, event in events], dtype=np.int64),
         STEP_COLUMN: np.array([step for step, _, _ in events], dtype=np.int64),
     })  # fmt: skip
-

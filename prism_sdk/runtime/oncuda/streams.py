@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prism_sdk.runtime.oncuda.clock import DeviceClock
     from prism_sdk.runtime.tracer import Tracer
 
+_MOST = 1024  # units of one stream that nobody waits for, before the oldest are given up
 Waited = Callable[[list[int], Callable[[], None]], None]
 
 
@@ -34,7 +35,10 @@ class StreamFollower:
         """What comes next on `stream` is behind `unit`."""
         if not self._is_installed:
             self._install()
-        self._ahead.setdefault(stream, []).append(unit)
+        ahead = self._ahead.setdefault(stream, [])
+        ahead.append(unit)
+        if len(ahead) > _MOST:
+            del ahead[: -_MOST // 2]
 
     def _install(self) -> None:
         self._is_installed = True

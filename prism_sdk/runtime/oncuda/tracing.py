@@ -70,7 +70,9 @@ class DeviceTracer(Tracer):
             num_entries = 1 if len({tensor.shape for tensor in listed}) == 1 else len(listed)
         elif call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
             num_entries = len(call.contribution)
-        self._durations.expect(unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block)
+        self._durations.expect(
+            unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block, wanted=bool(self._beside)
+        )
 
     # -- streams beside the main one --------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Runs one job over NCCL and under Prism on the GPUs at hand, and compares values, memory and times.
 
-    python benchmarks/gpu_checks.py [record] [full] [observe] [emulate] [graphs]
+    python benchmarks/gpu_checks.py [record] [full] [moves] [observe] [emulate] [graphs]
 
 Where there is one GPU, real NCCL runs put both ranks on it: each says that it is on a host of its own (NCCL_HOSTID), so
 that NCCL lets them, and goes over sockets.  What torch's allocator does is the same; times of such a run mean nothing.
@@ -164,11 +164,34 @@ def _losses(ran: Ran) -> list[float]:
 
 
 def check_full(folder: Path, num_devices: int) -> bool:
-    """Ranks that cannot all be resident are refused before the card is full."""
+    """Ranks that cannot all be resident, and may not move, are refused before the card is full."""
     ranks = 6 * num_devices
-    ran = prism("record", folder / "full.prism", "fill", "40", ranks=ranks, options=("--slots", "1"))
+    options = ("--slots", "1", "--parked-memory", "0")
+    ran = prism("record", folder / "full.prism", "fill", "40", ranks=ranks, options=options)
     print(f"== {ranks} ranks of 40 GiB each: exit {ran.code}, {ran.wall_s:.1f} s; {ran.err[-900:]}", flush=True)
     return ran.code == 1 and "does not fit on GPU" in ran.err
+
+
+def check_moves(folder: Path, num_devices: int) -> bool:
+    """Sixteen ranks a GPU that do not fit together: losses of a job that does fit, and its peaks, to the byte."""
+    ranks, large, small = 16 * num_devices, 12, 2
+    options = ("--slots", str(num_devices))
+    runs = [
+        prism("record", folder / "moves.prism", "states", str(large), "3", ranks=ranks, options=options),
+        prism("record", folder / "stays.prism", "states", str(small), "3", ranks=ranks, options=options),
+    ]
+    for size, ran in zip((large, small), runs, strict=True):
+        ran.show(f"record, {ranks} ranks of {size} GiB each")
+        print("  ", [line for line in ran.err.splitlines() if "parked ranks" in line], flush=True)
+    more = (large - small) << 30
+    differences = {
+        tuple(a - b - more for a, b in zip(mine[1:], theirs[1:], strict=True))
+        for rank, value in runs[0].said.get("MEMORY", {}).items()
+        for mine, theirs in zip(value["parts"], runs[1].said["MEMORY"][rank]["parts"], strict=True)
+    }
+    same = _losses(runs[0]) == _losses(runs[1]) and len(_losses(runs[0])) == ranks
+    print("   losses equal", same, "bytes differ by", differences, flush=True)
+    return runs[0].code == runs[1].code == 0 and same and differences == {(0, 0, 0)}
 
 
 def check_observe(folder: Path, num_devices: int) -> bool:
@@ -315,6 +338,7 @@ def made_up_times(source: Path, output: Path) -> Path:
 
 CHECKS = {
     "record": check_record, "observe": check_observe, "emulate": check_emulate, "full": check_full,
+    "moves": check_moves,
     "graphs": check_graphs,
 }  # fmt: skip
 

@@ -26,11 +26,13 @@ __all__ = [
     "NNODES",
     "NPROC",
     "RANKS",
+    "SIZE",
     "STEPS",
     "STEP_OR_STEPS",
     "TIME_WINDOW",
     "Target",
     "parse_ranks",
+    "parse_size",
     "parse_step_or_steps",
     "parse_target",
     "parse_time_window",
@@ -113,6 +115,23 @@ def parse_time_window(text: str) -> tuple[int | None, int | None, bool]:
     return low, high, True in units
 
 
+_UNITS_BYTES: dict[str, int] = {"": 1, "b": 1, **{f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")}} | {
+    f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")
+}
+
+
+def parse_size(text: str) -> int:
+    """``80GiB``, ``1.5 GB``, ``0`` -> bytes.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS_BYTES:
+        raise ValueError(f"{text!r} is no size; write 80GiB, 512MiB, 80GB, or bytes")
+    return int(float(match[1]) * _UNITS_BYTES[match[2]])
+
+
 class _Parsed(click.ParamType[Any]):
     """A parameter type made of a function that raises ``ValueError``."""
 
@@ -165,6 +184,7 @@ def _nnodes(text: str) -> int:
     return low
 
 
+SIZE = _Parsed("size", parse_size)
 RANKS = _Parsed("ranks", parse_ranks)
 STEPS = _Parsed("A:B", StepRange.parse)
 STEP_OR_STEPS = _Parsed("N|A:B", parse_step_or_steps)

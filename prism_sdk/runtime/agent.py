@@ -99,6 +99,10 @@ class Agent:
     def install(self) -> None:
         from prism_sdk.runtime.hooks import follow_training
 
+        if self.spec.paging is not None:
+            from prism_sdk.runtime.oncuda.serving import serve_memory
+
+            serve_memory(self.spec.paging, rank=self.spec.rank, token=self.spec.token)
         if self.spec.device == "cpu":
             from prism_sdk.runtime import oncpu
 
@@ -120,6 +124,16 @@ class Agent:
             self.spec.adapters or (), self.spec.plugins, self.tracer, self._adapters, self.spec.adapter_options
         )
         os.register_at_fork(after_in_child=self._naming.close)  # a data loader's workers have no trace
+
+    def explain(self, error: BaseException) -> tuple[PrismError | None, str]:
+        """What is to be said of the end of a program that ran out of device memory."""
+        from prism_sdk.runtime.oncuda.footprint import out_of_memory
+        from prism_sdk.runtime.oncuda.serving import describe_limit
+
+        note = describe_limit(error, self.spec.paging, tracer=self.tracer)
+        if note or self.spec.mode is not LaunchMode.RECORD:
+            return None, f"\n{note}" if note else ""
+        return out_of_memory(error, self.spec.rank), ""
 
     def summary(self) -> dict[str, Any]:
         """What the launcher is told of this rank when it has ended."""
@@ -179,10 +193,9 @@ def _run_program(spec: RankSpec, agent: Agent, channel: wire.Channel) -> int:
             status, text = "failed", f"the program called sys.exit({exit_.code!r})"
     except BaseException as error:
         code, status, text, cause = 1, "failed", program_traceback(error), _cause(error)
-        if cause is None and spec.mode is LaunchMode.RECORD:
-            from prism_sdk.runtime.oncuda.footprint import out_of_memory
-
-            cause = out_of_memory(error, spec.rank)
+        if cause is None:
+            cause, note = agent.explain(error)
+            text += note
         run_excepthook(error)
     run_exit_handlers()
     try:

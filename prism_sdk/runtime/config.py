@@ -136,6 +136,12 @@ class LaunchConfig:
     address: str | None = None
     """Of the engine's cluster; absent: one on this machine."""
     pin: bool = True
+    device_memory_bytes: int | None = None
+    """What each GPU is to have, less than it has; absent: what it has."""
+    parked_memory_bytes: int | None = None
+    """Record: host memory for the device memory of parked ranks; absent: all but a twentieth. 0: none."""
+    parked_disk: Path | None = None
+    """Record: a folder for what host memory has no room for."""
     nccl_profiler: bool = False
     """Observe: NCCL loads the profiler, and what it recorded is joined to the trace."""
     kernels: StepRange | None = None

@@ -9,16 +9,17 @@ contribute, summed in rank order, so a recording is the same whatever the number
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 from prism_sdk.errors import CollectiveMismatchError
 from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
-from prism_sdk.runtime.matching import Key, Matcher, Operation, Post
-from prism_sdk.runtime.oncuda.ledger import Ledger
+from prism_sdk.runtime.matching import Key, Matcher, Post
+from prism_sdk.runtime.oncuda.residence import Residence
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.standing import (
     DONE,
@@ -30,6 +31,7 @@ from prism_sdk.runtime.standing import (
     WAITING,
     RankState,
     deadlock_error,
+    snapshot_of,
 )
 
 _STALL_NS = 300_000_000  # a slot holder that used no CPU for this long lends its slot
@@ -56,7 +58,7 @@ class Coordinator(Policy):
         self._warned: set[int] = set()
         self._matcher = Matcher()
         self._store = KeyValues()
-        self._devices = Ledger()
+        self._devices = Residence(lambda: self.moves, host=lambda: self.host, resumed=self._grant)
         self._ready: deque[int] = deque()
         self._states: dict[int, RankState] = {}
         self._waiters: dict[Key, list[int]] = {}
@@ -84,15 +86,10 @@ class Coordinator(Policy):
 
     def snapshot(self) -> Snapshot | None:
         states = list(self._states.values())  # at once: the progress display asks from another thread
-        if not states:
-            return None
-        counts = Counter(state.state for state in states)
-        steps = [state.step for state in states]
-        return Snapshot(
-            num_running=counts[RUNNING] + counts[LENT], num_parked=counts[WAITING] + counts[READY],
-            num_new=counts[NEW], num_done=counts[DONE], first_step=min(steps), last_step=max(steps),
-            num_switches=self.num_switches,
-        )  # fmt: skip
+        pager = self._devices.pager
+        return snapshot_of(
+            states, num_switches=self.num_switches, num_away=pager.num_away(), away_bytes=sum(pager.out_bytes.values())
+        )
 
     # -- slots ------------------------------------------------------------------------------------------------------
 
@@ -103,21 +100,25 @@ class Coordinator(Policy):
             state.slot = None
 
     def _grant(self) -> None:
-        """Give free slots to ranks that can run, first come first served."""
-        while self._free and self._ready:
-            state = self._states[self._ready.popleft()]
+        """Give free slots to ranks that can run, first come first served among those whose memory is there."""
+        while self._ready and (self._free or self._devices.is_used):
+            rank = self._devices.first_in(self._ready)
+            if rank is None or not self._free:
+                return
+            state = self._states[rank]
+            if state.state == NEW and not self._devices.may_start(rank):
+                return
+            self._ready.remove(rank)
             if state.state not in (NEW, READY):
                 continue
             state.slot = self._free.pop()
             self._holders[state.slot] = state
             if state.state == NEW:
                 state.state = RUNNING
-                if (refusal := self._devices.refusal(state.rank)) is not None:
-                    self.host.fail(refusal)
-                    return
                 self.host.spawn(state.rank)
             else:
                 state.state = RUNNING
+                self._devices.pager.runs(rank)
                 self.num_switches += 1
                 self._pin(state)
                 self._answer(state)
@@ -148,12 +149,14 @@ class Coordinator(Policy):
         else:
             state.state = READY
             self._ready.append(rank)
+            self._devices.pager.ready(rank)
 
     def _park(self, rank: int, message: tuple[Any, ...]) -> None:
         state = self._states[rank]
         state.state, state.waits_for = WAITING, message
         self._lent.discard(rank)
         self._leave_slot(state)
+        self._devices.pager.parked(rank)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -173,6 +176,18 @@ class Coordinator(Policy):
 
     def _on_device(self, rank: int, message: tuple[Any, ...]) -> None:
         self._devices.note(rank, message[1])
+
+    def _on_pages(self, rank: int, message: tuple[Any, ...]) -> None:
+        self._devices.pager.holds(rank, message[1], message[2], stays=message[3])
+
+    def attach(self, rank: int, sock: socket.socket, begun: bytes) -> None:
+        self._devices.attach(rank, sock, begun)
+
+    def close(self) -> None:
+        text = self._devices.report()
+        if text is not None:
+            self.host.report(text)
+        self._devices.close()
 
     def _on_step(self, rank: int, message: tuple[Any, ...]) -> None:
         self._states[rank].step = message[1]
@@ -281,18 +296,8 @@ class Coordinator(Policy):
         if not operation.complete:
             return None
         if operation.is_reduction:
-            return self._try_reduction(rank, operation, claim)
+            return operation.reduced(rank, claim=claim)
         return ("ready", operation.packed(), None, operation.clock)
-
-    def _try_reduction(self, rank: int, operation: Operation, claim: bool) -> tuple[Any, ...] | None:
-        if operation.result is not None:
-            return ("ready", {-1: (operation.result[1], None)}, operation.result[2], operation.clock)
-        if operation.combiner is None:
-            if claim:
-                operation.combiner = rank
-            sources = {g: (p.contribution, None) for g, p in operation.posts.items()}
-            return ("combine", sources, None, operation.clock)
-        return None
 
     # -- when nobody can run ----------------------------------------------------------------------------------------
 
@@ -302,6 +307,7 @@ class Coordinator(Policy):
         now = time.monotonic_ns()
         if now >= self._next_look_ns:
             self._next_look_ns = now + _LOOK_NS
+            self._devices.pager.tick()
             if self._ready and not self._free:
                 self._lend_stalled_slots(now)
             if self._lent and not self._holders and not self._ready:

@@ -53,7 +53,11 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     try:
-        preload.prepare(argv[1:])
+        if argv[1]:
+            from prism_sdk.runtime.oncuda.paging import library
+
+            library.preload(argv[1])
+        preload.prepare(argv[2:])
     except Exception as error:  # reported as a message, because the launcher must name it
         channel.send(("failed", f"{type(error).__name__}: {error}"))
         return 1

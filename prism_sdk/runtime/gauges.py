@@ -68,6 +68,19 @@ def _inactive_file_bytes() -> int:
     return 0
 
 
+def count_oom_kills() -> int:
+    """Processes that the kernel has killed for lack of memory, as far as it tells: on the machine and in our cgroup."""
+    total = 0
+    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
+        total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/cgroup") as file:
+            path = next((line.rstrip()[3:] for line in file if line.startswith("0::")), "")
+        with open(f"/sys/fs/cgroup{path}/memory.events") as file:
+            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return total
+
+
 class _NvmlMemory(ctypes.Structure):
     """nvmlMemory_t of NVIDIA's management library."""
 
@@ -102,6 +115,14 @@ class DeviceGauge:
             if self._library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
                 used, total = used + memory.used, total + memory.total
         return Memory(used, total) if total else None
+
+    def free_bytes(self, index: int) -> int | None:
+        """Of one of them, by the number that the job's processes give it; None where nobody can tell."""
+        if self._library is None or index >= len(self._handles):
+            return None
+        memory = _NvmlMemory()
+        code = self._library.nvmlDeviceGetMemoryInfo(self._handles[index], ctypes.byref(memory))
+        return int(memory.free) if code == 0 else None
 
     def _wanted(self, visible: str | None) -> list[str]:
         if visible is not None:

@@ -18,12 +18,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.forkserver import descendants_of
+from prism_sdk.runtime.gauges import count_oom_kills
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
+from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
 
@@ -60,6 +63,7 @@ class Policy(ABC):
 
     host: RankHost
     make_spec: Callable[[int], RankSpec]  # for a rank that is added while others run
+    moves = MoveOptions()  # whether device memory of ranks may be moved
 
     @abstractmethod
     def start(self) -> None:
@@ -75,6 +79,13 @@ class Policy(ABC):
     def ended(self, rank: int) -> None:  # noqa: B027 - optional
         """The rank's process is gone (well or not)."""
 
+    def attach(self, rank: int, sock: socket.socket, begun: bytes) -> None:
+        """A rank has made a second connection, of which `begun` was read already."""
+        sock.close()
+
+    def close(self) -> None:  # noqa: B027 - optional
+        """Nobody is to run any more."""
+
     def tick(self) -> None:  # noqa: B027 - optional
         """Called at least ten times a second."""
 
@@ -89,7 +100,7 @@ class RankHost:
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
-        interrupts: Interrupts | None = None,
+        interrupts: Interrupts | None = None, library: Path | None = None,
     ) -> None:  # fmt: skip
         self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
@@ -102,7 +113,7 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._forkserver, self._control = _start_forkserver(environment, descriptors, _adapters_of(specs))
+        self._forkserver, self._control = _start_forkserver(environment, descriptors, library, _adapters_of(specs))
         _allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
@@ -123,6 +134,14 @@ class RankHost:
             return
         if not process.outbound.send(message):
             self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
+
+    def watch(self, sock: socket.socket, call: Callable[[], None]) -> None:
+        """Call `call` when there is something to read."""
+        self._selector.register(sock, selectors.EVENT_READ, call)
+
+    def unwatch(self, sock: socket.socket) -> None:
+        """No longer."""
+        self._selector.unregister(sock)
 
     def fail(self, error: PrismError) -> None:
         """End the launch because of `error`; the first failure counts."""
@@ -171,6 +190,9 @@ class RankHost:
             sock.close()
             return
         process = self.ranks.get(rank)
+        if kind == "pages" and process is not None:
+            self.policy.attach(rank, sock, channel.rest())
+            return
         if kind != "hello" or process is None or process.channel is not None:
             sock.close()
             return
@@ -262,6 +284,7 @@ class RankHost:
 
     def _end_processes(self) -> None:
         """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""
+        self.policy.close()
         alive = [process for process in self.ranks.values() if process.pid and not process.exited]
         if alive:  # ranks may reap what dies with them before anybody else sees it
             with contextlib.suppress(wire.ChannelClosed):
@@ -330,30 +353,17 @@ def _allow_descriptors(num_ranks: int) -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def count_oom_kills() -> int:
-    """Processes that the kernel has killed for lack of memory, as far as it tells: on the machine and in our cgroup."""
-    total = 0
-    with contextlib.suppress(OSError, ValueError), open("/proc/vmstat") as file:
-        total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    with contextlib.suppress(OSError, ValueError):
-        with open("/proc/self/cgroup") as file:
-            path = next((line.rstrip()[3:] for line in file if line.startswith("0::")), "")
-        with open(f"/sys/fs/cgroup{path}/memory.events") as file:
-            total += sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return total
-
-
 def _start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int], adapters: Sequence[str]
+    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
     """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers.
 
-    `adapters` are those that each rank will activate.
+    It loads `library` first; `adapters` are those that each rank will activate.
     """
     ours, theirs = socket.socketpair()
     # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), *adapters],
+        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), str(library or ""), *adapters],
         pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
     )  # fmt: skip
     theirs.close()

@@ -29,6 +29,7 @@ from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.host import Policy, RankHost
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ncclrecords import join_records, prepare_records
+from prism_sdk.runtime.oncuda.paging.setup import plan_paging
 from prism_sdk.runtime.progress import Progress, Report, Snapshot
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
 from prism_sdk.runtime.shards import merge_shards, parts_directory
@@ -147,9 +148,14 @@ def run_job(
 
         def make_spec(rank: int, position: int = 0) -> RankSpec:
             return adjust(
-                _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks), master)
-            )
+                replace(
+                    _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks),
+                               master), paging=paging.spec,
+                )
+            )  # fmt: skip
 
+        paging = plan_paging(config, num_ranks=len(ranks), environ=os.environ, report=report)
+        policy.moves = paging.moves
         specs = [make_spec(rank, position) for position, rank in enumerate(ranks)]
         policy.make_spec = make_spec
         environment = _environment(config)
@@ -159,6 +165,7 @@ def run_job(
         host = RankHost(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
             descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
+            library=paging.library,
         )  # fmt: skip
         try:
             report(f"{len(ranks)} of {counted(world_size, 'rank')}, torch is being loaded")

@@ -74,6 +74,17 @@ class Operation:
     def complete(self) -> bool:
         return len(self.posts) == self.size
 
+    def reduced(self, rank: int, *, claim: bool) -> tuple[Any, ...] | None:
+        """The reply to a wait for a complete reduction: the result, the task to compute it, or None while one does."""
+        if self.result is not None:
+            return ("ready", {-1: (self.result[1], None)}, self.result[2], self.clock)
+        if self.combiner is not None:
+            return None
+        if claim:
+            self.combiner = rank
+        sources = {group_rank: (post.contribution, None) for group_rank, post in self.posts.items()}
+        return ("combine", sources, None, self.clock)
+
     def missing(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Global ranks that have not posted yet."""
         return tuple(rank for group_rank, rank in enumerate(ranks) if group_rank not in self.posts)

@@ -39,6 +39,8 @@ class Snapshot:
     last_step: int | None = None
     end_step: int | None = None  # the job ends before this one
     num_switches: int | None = None
+    num_away: int = 0  # parked ranks whose device memory is elsewhere
+    away_bytes: int = 0  # of it
 
     @property
     def num_ranks(self) -> int:
@@ -234,7 +236,8 @@ def ranks_text(ranks: Snapshot) -> str:
     """`running 2, parked 6, done 0 of 8 ranks`."""
     parts = [f"running {ranks.num_running}"]
     if ranks.num_parked is not None:
-        parts.append(f"parked {ranks.num_parked}")
+        away = f" ({ranks.num_away} off the device: {ranks.away_bytes / _GIB:.1f} GiB)" if ranks.num_away else ""
+        parts.append(f"parked {ranks.num_parked}{away}")
     if ranks.num_new:
         parts.append(f"not started {ranks.num_new}")
     text = ", ".join([*parts, f"done {ranks.num_done}"])

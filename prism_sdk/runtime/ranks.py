@@ -33,6 +33,19 @@ class EmulateSpec:
 
 
 @dataclass(frozen=True)
+class PagingSpec:
+    """How a rank's device memory is served (see oncuda/paging)."""
+
+    limit_bytes: int = 0
+    """What the device is to have; 0: what it has."""
+    moves: bool = False  # the launcher may ask for moves
+    is_alone: bool = False  # no other rank uses the device
+    reserve_bytes: int = 0
+    disk: Path | None = None
+    has_library: bool = True  # else there is no compiler: torch keeps the limit
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """Everything one rank process needs to know."""
 
@@ -62,5 +75,6 @@ class RankSpec:
     device: str | None = None
     adapter_options: Mapping[str, str] = field(default_factory=dict)
     num_devices: int = 1  # on this machine, in place of GPUs
+    paging: PagingSpec | None = None
     by_roles: bool = False  # of the ranks of the job only some run
     plan: RolePlan | None = None  # which ones; unknown to the first rank when it starts

@@ -5,12 +5,14 @@ It schedules nothing: coordinator.py does.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from prism_sdk.errors import DeadlockError, RankPlace
 from prism_sdk.runtime.matching import Matcher, describe
+from prism_sdk.runtime.progress import Snapshot
 
 MAX_PLACES = 32
 """How many ranks a report shows."""
@@ -36,6 +38,19 @@ class RankState:
     has_threads: bool = False  # another thread of it may do something yet
     num_yields: int = 0  # times that one of its threads made way for another since it went on
     stuck_since_ns: int = 0  # lent and idle since
+
+
+def snapshot_of(states: Sequence[RankState], *, num_switches: int, num_away: int, away_bytes: int) -> Snapshot | None:
+    """Where they all stand, for the progress display."""
+    if not states:
+        return None
+    counts = Counter(state.state for state in states)
+    steps = [state.step for state in states]
+    return Snapshot(
+        num_running=counts[RUNNING] + counts[LENT], num_parked=counts[WAITING] + counts[READY],
+        num_new=counts[NEW], num_done=counts[DONE], first_step=min(steps), last_step=max(steps),
+        num_switches=num_switches, num_away=num_away, away_bytes=away_bytes,
+    )  # fmt: skip
 
 
 def deadlock_error(waiting: Sequence[RankState], everybody: Sequence[RankState], matcher: Matcher) -> DeadlockError:

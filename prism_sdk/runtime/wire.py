@@ -84,6 +84,10 @@ class Channel:
         del buffer[: 4 + length]
         return message
 
+    def rest(self) -> bytes:
+        """What has been read and is no whole message, for somebody who reads on in another way."""
+        return bytes(self._buffer)
+
     def fileno(self) -> int:
         return self.sock.fileno()
 

@@ -253,6 +253,61 @@ def fill(gib: float) -> None:
     del kept
 
 
+def states(gib: float, steps: int) -> None:
+    """A small model trained by DDP beside a state of that size, which is changed and checked in every step."""
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)).cuda(rank))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sizes, left = [], int(gib * (1 << 30))
+    while left:
+        sizes.append(min(left, 512 << 20))
+        left -= sizes[-1]
+    kept = [torch.full((size // 4,), rank * 100 + i, dtype=torch.int32, device="cuda") for i, size in enumerate(sizes)]
+    addresses = [tensor.data_ptr() for tensor in kept]
+    generator = torch.Generator(device="cuda").manual_seed(rank)
+    stream = torch.cuda.Stream()
+    for step in range(steps):
+        loss = model(torch.randn(64, 512, device="cuda", generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i, tensor in enumerate(kept):
+                wrong = int((tensor != rank * 100 + i + step).sum())
+                assert not wrong, f"rank {rank}, step {step}, tensor {i}: {wrong} elements are not what they were"
+                tensor.add_(1)
+        torch.cuda.current_stream().wait_stream(stream)
+        note("step")
+    assert addresses == [tensor.data_ptr() for tensor in kept]
+    say("LOSS", loss=loss.item())
+
+
+def switch(times: int) -> None:
+    """Meets the others again and again, and does nothing else."""
+    value = torch.ones(1, device="cuda")
+    dist.all_reduce(value)
+    began = time.perf_counter()
+    for _ in range(times):
+        dist.all_reduce(value)
+    say("STEPS", ms=[(time.perf_counter() - began) * 1e3 / times])
+
+
+def grow(mib: int) -> None:
+    """Allocates until it is refused, and says how often it was not."""
+    kept: list[torch.Tensor] = []
+    try:
+        while True:
+            kept.append(torch.empty(mib << 20, dtype=torch.uint8, device="cuda"))
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        properties = torch.cuda.get_device_properties(0)
+        say("GROWN", num=len(kept), text=str(error)[:300], free=free, total=total, seen=properties.total_memory)
+        if "--caught" not in sys.argv:
+            raise
+
+
 def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("GPU_JOB_SECONDS", "80")), exit=True)
     if "GPU_JOB_SHARES" in os.environ:  # NCCL lets ranks share a GPU that say they are on different hosts
@@ -267,6 +322,10 @@ def main() -> None:
         graph()
     elif name == "fill":
         fill(float(numbers[0]))
+    elif name == "states":
+        states(float(numbers[0]), int(numbers[1]))
+    elif name in ("switch", "grow"):
+        {"switch": switch, "grow": grow}[name](int(numbers[0]))
     else:
         train(name, *map(int, numbers))
     torch.cuda.synchronize()

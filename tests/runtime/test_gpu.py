@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["record", "full", "observe", "emulate", "graphs"])
+@pytest.mark.parametrize("check", ["record", "full", "moves", "observe", "emulate", "graphs"])
 def test_a_job_on_gpus(check: str) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():

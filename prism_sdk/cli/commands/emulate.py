@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from prism_sdk.cli.commands.calibrate import BACKEND
-from prism_sdk.cli.commands.observe import KERNELS
+from prism_sdk.cli.commands.observe import DEVICE_MEMORY, KERNELS
 from prism_sdk.cli.launching import launch_command, option
 from prism_sdk.cli.parsing import RANKS
 from prism_sdk.runtime.config import LaunchMode
@@ -25,7 +25,7 @@ NO_SLOTS = option("--slots", hidden=True, expose_value=False, callback=_refuse_s
 @launch_command(
     LaunchMode.EMULATE,
     output="emulated.prism",
-    extra=[SANDBOX, NO_SLOTS, BACKEND, KERNELS],
+    extra=[SANDBOX, NO_SLOTS, BACKEND, KERNELS, DEVICE_MEMORY],
     graph="The calibrated graph, from `prism calibrate`.",
 )
 def command() -> None:

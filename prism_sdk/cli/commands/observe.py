@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from prism_sdk.cli.launching import launch_command, option
-from prism_sdk.cli.parsing import STEPS
+from prism_sdk.cli.parsing import SIZE, STEPS
 from prism_sdk.runtime.config import LaunchMode
 
 PAYLOADS = option(
@@ -14,6 +14,12 @@ PAYLOADS = option(
     help="Which communicated values go into the trace: every rank's contribution, results only, or none.",
 )
 
+DEVICE_MEMORY = option(
+    "--device-memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="Let each GPU have so much memory, e.g. 80GiB: what does not fit is refused as it would be there.",
+)
 NCCL_PROFILER = option(
     "--nccl-profiler",
     is_flag=True,
@@ -28,7 +34,7 @@ KERNELS = option(
 )
 
 
-@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER, KERNELS])
+@launch_command(LaunchMode.OBSERVE, output="observed.prism", extra=[PAYLOADS, NCCL_PROFILER, KERNELS, DEVICE_MEMORY])
 def command() -> None:
     """Run a job as it is, every rank real, and write its timed graph.
 

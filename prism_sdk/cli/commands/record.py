@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
-from prism_sdk.cli.commands.observe import PAYLOADS
+from prism_sdk.cli.commands.observe import DEVICE_MEMORY, PAYLOADS
 from prism_sdk.cli.launching import launch_command, option
+from prism_sdk.cli.parsing import SIZE
 from prism_sdk.runtime.config import DEFAULT_SAMPLES, LaunchMode
 
 SLOTS = option(
@@ -23,6 +26,19 @@ ROLES = option(
     help="Run one rank of each role only; the others take part by symmetry. Roles are found from the process groups "
     "(auto), or stated: tp=2,dp=1024,pp=4, the first varying fastest, or a file with the ranks of a role a line.",
 )
+PARKED_MEMORY = option(
+    "--parked-memory",
+    type=SIZE,
+    metavar="SIZE",
+    help="Host memory for what parked ranks have on a GPU, where others need the room; 0: it stays there.  "
+    "[default: what is free, less a twentieth of the host's]",
+)
+PARKED_DISK = option(
+    "--parked-disk",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="Where it goes once the host's memory is used up.",
+)
 SAMPLES = option(
     "--samples",
     "num_samples",
@@ -33,7 +49,10 @@ SAMPLES = option(
 )
 
 
-@launch_command(LaunchMode.RECORD, output="bare.prism", extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES])
+@launch_command(
+    LaunchMode.RECORD, output="bare.prism",
+    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK],
+)  # fmt: skip
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.
 

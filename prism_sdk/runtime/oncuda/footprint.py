@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from prism_sdk.runtime.oncuda.devices import num_real_devices
-from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint
+from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, gib
+from prism_sdk.runtime.oncuda.paging.library import current_pages
 
 _INTERVAL_NS = 20_000_000
 _CONTEXT_BYTES = 1 << 30  # more than a context and the libraries' own memory take
@@ -23,9 +24,17 @@ class FootprintReporter:
 
     def __init__(self) -> None:
         self._next_ns = 0
+        self._told = (0, False)
 
     def report(self, tell: Callable[[tuple[Any, ...]], None]) -> None:
         """Tell the launcher, unless the rank has no context on a GPU or has reported a moment ago."""
+        pages = current_pages()
+        if pages is not None:
+            holds = (pages.stats().movable_bytes, pages.hold_still())
+            if holds != self._told:
+                self._told = holds
+                device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+                tell(("pages", device, *holds))
         now = time.monotonic_ns()
         if now >= self._next_ns and torch.cuda.is_initialized():
             self._next_ns = now + _INTERVAL_NS
@@ -35,7 +44,8 @@ class FootprintReporter:
 def footprint() -> Footprint:
     """The memory that this process holds on its current device, in bytes."""
     index = torch.cuda.current_device()
-    free, total = torch.cuda.mem_get_info(index)
+    pages = current_pages()
+    free, total = torch.cuda.mem_get_info(index) if pages is None else pages.real_memory()
     reserved = torch.cuda.memory_stats(index).get("reserved_bytes.all.current", 0)
     return Footprint(index, num_real_devices(), free, total, reserved)
 
@@ -56,8 +66,3 @@ def out_of_memory(error: BaseException, rank: int) -> DeviceMemoryError | None:
         rank, device=held.device, total_bytes=held.total_bytes, free_bytes=held.free_bytes,
         reason=f"it holds {gib(held.reserved_bytes)}, the other ranks and all contexts {gib(others + _CONTEXT_BYTES)}",
     )  # fmt: skip
-
-
-def gib(num_bytes: int) -> str:
-    """A number of bytes in GiB, for messages."""
-    return f"{num_bytes / (1 << 30):.2f} GiB"

@@ -1,0 +1,393 @@
+/* Serves the device allocations of a program from memory whose pages can be taken away and given back.
+ *
+ * Responsible for the table of pages, the limit and the runtime functions that stand before those of libcudart; moving
+ * is moving.c's, the talk with the launcher service.c's.  Before prism_pages_open() every function passes through.
+ */
+#define _GNU_SOURCE
+#include "pages.h"
+
+#include <dlfcn.h>
+#include <link.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { RUNTIME_OUT_OF_MEMORY = 2 };
+#define SMALLEST_MOVABLE ((size_t)1 << 20) /* smaller ones would waste most of a page of 2 MiB */
+#define MOST_OVERHEAD ((uint64_t)1 << 30)  /* of a context; it takes about half of that */
+#define TOTAL_OFFSET 288                   /* of totalGlobalMem in cudaDeviceProp, the same from CUDA 10 to 13 */
+
+State state = {.lock = PTHREAD_MUTEX_INITIALIZER, .came_back = PTHREAD_COND_INITIALIZER, .disk_fd = -1, .socket_fd = -1};
+Driver driver;
+
+uint64_t now_ns(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* -- the libraries below ------------------------------------------------------------------------------------------- */
+
+static pthread_once_t found_runtime = PTHREAD_ONCE_INIT;
+static void *runtime; /* handle of libcudart */
+
+static int is_runtime(struct dl_phdr_info *info, size_t size, void *data) {
+    (void)size;
+    const char *name = strrchr(info->dlpi_name, '/');
+    if (strncmp(name ? name + 1 : info->dlpi_name, "libcudart.so", 12) != 0) return 0;
+    *(const char **)data = info->dlpi_name;
+    return 1;
+}
+
+static void find_runtime(void) {
+    const char *name = NULL;
+    dl_iterate_phdr(is_runtime, &name);
+    if (name) runtime = dlopen(name, RTLD_NOW | RTLD_NOLOAD);
+}
+
+static void *real(const char *symbol) {
+    pthread_once(&found_runtime, find_runtime);
+    return runtime ? dlsym(runtime, symbol) : NULL;
+}
+
+#define CALL_REAL(symbol, parameters, arguments)                                                                       \
+    static int (*function) parameters;                                                                                 \
+    if (!function) function = (int(*) parameters)real(symbol);                                                         \
+    return function ? function arguments : 35 /* cudaErrorInsufficientDriver */
+
+static int real_malloc(void **out, size_t size) { CALL_REAL("cudaMalloc", (void **, size_t), (out, size)); }
+static int real_free(void *address) { CALL_REAL("cudaFree", (void *), (address)); }
+static int real_mem_get_info(size_t *free, size_t *total) {
+    CALL_REAL("cudaMemGetInfo", (size_t *, size_t *), (free, total));
+}
+
+int load_driver(void) {
+    static int loaded; /* under alloc_lock or before there is a second thread */
+    if (loaded) return loaded > 0;
+    loaded = -1;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) return 0;
+#define FIND(name, symbol, arguments)                                                                                  \
+    driver.name = (CUresult(*) arguments)dlsym(library, #symbol);                                                      \
+    if (!driver.name) return 0;
+    DRIVER_FUNCTIONS(FIND)
+#undef FIND
+    loaded = 1;
+    return 1;
+}
+
+/* NVIDIA's management library says what devices use before this process has opened them; source: nvml.h. */
+#define MAX_DEVICES 64
+static uint64_t used_before[MAX_DEVICES]; /* by the library's numbers */
+
+typedef struct {
+    unsigned long long total, free, used;
+} NvmlMemory;
+
+static void *management(void) {
+    static void *library;
+    static int asked; /* once, at the start */
+    if (asked) return library;
+    asked = 1;
+    void *found = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    int (*init)(void) = found ? (int (*)(void))dlsym(found, "nvmlInit_v2") : NULL;
+    if (init && !init()) library = found;
+    return library;
+}
+
+static uint64_t used_by_all(void *handle) {
+    int (*info)(void *, NvmlMemory *) = (int (*)(void *, NvmlMemory *))dlsym(management(), "nvmlDeviceGetMemoryInfo");
+    NvmlMemory memory;
+    return info && !info(handle, &memory) ? memory.used : 0;
+}
+
+static void look_at_all(void) {
+    if (!management()) return;
+    int (*by_index)(unsigned, void **) =
+        (int (*)(unsigned, void **))dlsym(management(), "nvmlDeviceGetHandleByIndex_v2");
+    void *handle;
+    for (unsigned i = 0; by_index && i < MAX_DEVICES && !by_index(i, &handle); i++) used_before[i] = used_by_all(handle);
+}
+
+typedef struct { /* nvmlProcessInfo_t */
+    unsigned pid;
+    unsigned long long used;
+    unsigned gpu_instance, compute_instance;
+} NvmlProcess;
+
+_Static_assert(sizeof(NvmlProcess) == 24, "nvmlProcessInfo_t has 24 bytes");
+
+/* What this process has on a device, by the library's list; 0 where it is not in it, as in some containers. */
+static uint64_t used_by_us(void *handle) {
+    int (*list)(void *, unsigned *, NvmlProcess *) = (int (*)(void *, unsigned *, NvmlProcess *))dlsym(
+        management(), "nvmlDeviceGetComputeRunningProcesses_v3");
+    enum { MANY = 1024 };
+    NvmlProcess *processes = calloc(MANY, sizeof *processes);
+    unsigned num = MANY;
+    uint64_t used = 0;
+    if (list && processes && !list(handle, &num, processes))
+        for (unsigned i = 0; i < num && i < MANY; i++)
+            if (processes[i].pid == (unsigned)getpid()) used = processes[i].used;
+    free(processes);
+    return used;
+}
+
+/* What a context takes that was just made: by how much the device's use grew since this process began.  Where others
+ * began meanwhile, by the list, which is some MiB off; 0 where nobody can tell. */
+static uint64_t cost_of_context(CUdevice device) {
+    void *cuda = dlopen("libcuda.so.1", RTLD_NOW), *handle;
+    if (!management() || !cuda) return 0;
+    int (*bus)(char *, int, CUdevice) = (int (*)(char *, int, CUdevice))dlsym(cuda, "cuDeviceGetPCIBusId");
+    int (*by_bus)(const char *, void **) =
+        (int (*)(const char *, void **))dlsym(management(), "nvmlDeviceGetHandleByPciBusId_v2");
+    int (*index_of)(void *, unsigned *) = (int (*)(void *, unsigned *))dlsym(management(), "nvmlDeviceGetIndex");
+    char name[64];
+    unsigned index;
+    if (!bus || !by_bus || !index_of || bus(name, sizeof name, device) || by_bus(name, &handle)) return 0;
+    if (!index_of(handle, &index) && index < MAX_DEVICES && used_before[index]) {
+        uint64_t used = used_by_all(handle);
+        if (used > used_before[index] && used - used_before[index] < MOST_OVERHEAD) return used - used_before[index];
+    }
+    uint64_t ours = used_by_us(handle);
+    return ours < MOST_OVERHEAD ? ours : 0; /* a value that is not available is the largest of all */
+}
+
+/* -- pages --------------------------------------------------------------------------------------------------------- */
+
+static pthread_mutex_t alloc_lock = PTHREAD_MUTEX_INITIALIZER; /* one allocation at a time */
+
+CUresult back_page(Page *page) {
+    AllocationProp prop = {.type = 1, .location = {1, state.device}};
+    AccessDesc access = {{1, state.device}, 3};
+    CUresult result = driver.cuMemCreate(&page->handle, page->size, &prop, 0);
+    if (result) return result;
+    result = driver.cuMemMap(page->address, page->size, 0, page->handle, 0);
+    if (!result) {
+        result = driver.cuMemSetAccess(page->address, page->size, &access, 1);
+        if (result) driver.cuMemUnmap(page->address, page->size);
+    }
+    if (result) driver.cuMemRelease(page->handle);
+    return result;
+}
+
+void unback_page(Page *page) {
+    driver.cuMemUnmap(page->address, page->size);
+    driver.cuMemRelease(page->handle);
+}
+
+static int keep(Page page) {
+    if (state.num_pages == state.capacity) {
+        size_t capacity = state.capacity ? 2 * state.capacity : 64;
+        Page *pages = realloc(state.pages, capacity * sizeof *pages);
+        if (!pages) return 0;
+        state.pages = pages;
+        state.capacity = capacity;
+    }
+    state.pages[state.num_pages++] = page;
+    *(page.movable ? &state.movable_bytes : &state.fixed_bytes) += page.size;
+    return 1;
+}
+
+static int take(CUdeviceptr address, Page *page) {
+    for (size_t i = state.num_pages; i-- > 0;) {
+        if (state.pages[i].address != address) continue;
+        *page = state.pages[i];
+        memmove(state.pages + i, state.pages + i + 1, (--state.num_pages - i) * sizeof *page);
+        *(page->movable ? &state.movable_bytes : &state.fixed_bytes) -= page->size;
+        return 1;
+    }
+    return 0;
+}
+
+static void lock_resident(void) {
+    pthread_mutex_lock(&state.lock);
+    while (state.where != RESIDENT && !state.is_left) pthread_cond_wait(&state.came_back, &state.lock);
+}
+
+/* The context of this thread; on the first time what a page is and what the context has cost are found out. */
+static CUcontext current_context(void) {
+    CUcontext context = NULL;
+    if (!load_driver()) return NULL;
+    if (driver.cuCtxGetCurrent(&context) || !context) {
+        real_free(NULL); /* the runtime makes the device's primary context, as its cudaMalloc would */
+        if (driver.cuCtxGetCurrent(&context)) return NULL;
+    }
+    if (!context || state.context) return context;
+    AllocationProp prop = {.type = 1};
+    prop.location.type = 1;
+    if (driver.cuCtxGetDevice(&state.device)) return NULL;
+    prop.location.id = state.device;
+    if (driver.cuMemGetAllocationGranularity(&state.granularity, &prop, 0) || !state.granularity) return NULL;
+    size_t free, total;
+    if (!driver.cuMemGetInfo(&free, &total) && state.reserve_bytes > total / 32) state.reserve_bytes = total / 32;
+    state.overhead_bytes = cost_of_context(state.device);
+    return state.context = context;
+}
+
+/* What the device would have free if this program had it for itself, under the limit; and how much it has in all. */
+static int seen_memory(size_t *free, size_t *total) {
+    size_t real_free_bytes, real_total;
+    if (driver.cuMemGetInfo(&real_free_bytes, &real_total)) return 0;
+    *total = state.limit_bytes && state.limit_bytes < real_total ? state.limit_bytes : real_total;
+    size_t used = state.overhead_bytes + state.movable_bytes + state.fixed_bytes;
+    if (state.alone) used = real_total - real_free_bytes;
+    *free = used < *total ? *total - used : 0;
+    return 1;
+}
+
+static int is_beyond_limit(size_t size) {
+    size_t free, total;
+    if (!state.limit_bytes || !seen_memory(&free, &total) || size <= free) return 0;
+    return 1;
+}
+
+static int malloc_fixed(void **out, size_t size) {
+    int result = real_malloc(out, size);
+    if (result || !*out) return result;
+    pthread_mutex_lock(&state.lock);
+    keep((Page){(CUdeviceptr)(uintptr_t)*out, size, 0, 0});
+    pthread_mutex_unlock(&state.lock);
+    return 0;
+}
+
+static int malloc_movable(void **out, size_t size) {
+    Page page = {0, (size + state.granularity - 1) / state.granularity * state.granularity, 0, 1};
+    if (driver.cuMemAddressReserve(&page.address, page.size, 0, 0, 0)) return malloc_fixed(out, size);
+    size_t free, total;
+    if (state.reserve_bytes && !driver.cuMemGetInfo(&free, &total) && free < page.size + state.reserve_bytes)
+        ask_for_room(page.size + state.reserve_bytes - free);
+    CUresult result;
+    do {
+        result = back_page(&page);
+    } while (result == CUDA_OUT_OF_MEMORY && ask_for_room(page.size));
+    if (!result) {
+        pthread_mutex_lock(&state.lock);
+        int kept = keep(page);
+        pthread_mutex_unlock(&state.lock);
+        if (kept) {
+            *out = (void *)(uintptr_t)page.address;
+            return 0;
+        }
+        unback_page(&page);
+        result = CUDA_OUT_OF_MEMORY;
+    }
+    driver.cuMemAddressFree(page.address, page.size);
+    return result == CUDA_OUT_OF_MEMORY ? RUNTIME_OUT_OF_MEMORY : malloc_fixed(out, size);
+}
+
+/* -- functions of the CUDA runtime ----------------------------------------------------------------------------------- */
+
+EXPORT int cudaMalloc(void **out, size_t size) {
+    if (!state.is_open || !out || !size) return real_malloc(out, size);
+    pthread_mutex_lock(&alloc_lock);
+    lock_resident();
+    pthread_mutex_unlock(&state.lock);
+    CUcontext context = current_context();
+    int result = RUNTIME_OUT_OF_MEMORY;
+    if (!context || context != state.context)
+        result = real_malloc(out, size);
+    else if (is_beyond_limit(size))
+        ;
+    else if (size < SMALLEST_MOVABLE || state.alone)
+        result = malloc_fixed(out, size);
+    else
+        result = malloc_movable(out, size);
+    if (result == RUNTIME_OUT_OF_MEMORY) state.refused_bytes = size;
+    pthread_mutex_unlock(&alloc_lock);
+    return result;
+}
+
+EXPORT int cudaFree(void *address) {
+    if (!state.is_open || !address) return real_free(address);
+    Page page;
+    lock_resident();
+    int known = take((CUdeviceptr)(uintptr_t)address, &page);
+    pthread_mutex_unlock(&state.lock);
+    if (!known || !page.movable) return real_free(address);
+    driver.cuCtxSynchronize(); /* as cudaFree does: what still uses the memory ends first */
+    unback_page(&page);
+    driver.cuMemAddressFree(page.address, page.size);
+    return 0;
+}
+
+EXPORT int cudaMemGetInfo(size_t *free, size_t *total) {
+    if (!state.is_open || !free || !total) return real_mem_get_info(free, total);
+    pthread_mutex_lock(&alloc_lock);
+    CUcontext context = current_context();
+    int seen = context && context == state.context && seen_memory(free, total);
+    pthread_mutex_unlock(&alloc_lock);
+    return seen ? 0 : real_mem_get_info(free, total);
+}
+
+static void show_limit(void *properties) {
+    uint64_t total;
+    memcpy(&total, (char *)properties + TOTAL_OFFSET, sizeof total);
+    if (!state.is_open || !state.limit_bytes || state.limit_bytes >= total) return;
+    memcpy((char *)properties + TOTAL_OFFSET, &state.limit_bytes, sizeof total);
+}
+
+static int real_properties(void *properties, int device) {
+    CALL_REAL("cudaGetDeviceProperties", (void *, int), (properties, device));
+}
+
+static int real_properties_v2(void *properties, int device) {
+    CALL_REAL("cudaGetDeviceProperties_v2", (void *, int), (properties, device));
+}
+
+EXPORT int cudaGetDeviceProperties(void *properties, int device) {
+    int result = real_properties(properties, device);
+    if (!result) show_limit(properties);
+    return result;
+}
+
+EXPORT int cudaGetDeviceProperties_v2(void *properties, int device) {
+    int result = real_properties_v2(properties, device);
+    if (!result) show_limit(properties);
+    return result;
+}
+
+/* -- control ------------------------------------------------------------------------------------------------------- */
+
+/* Begin to serve allocations; once, before the program uses the device.
+ *
+ * socket_fd: to the launcher, which may then ask for moves; -1: nobody asks.  disk_fd: a file for pages; -1: none.
+ * limit_bytes: what the device is to have; 0: what it has.  alone: no other process uses the device, and nothing moves.
+ * reserve_bytes: how much is left free for what is not seen here.  Returns 0, or -1 where there is no thread.
+ */
+EXPORT int prism_pages_open(int socket_fd, int disk_fd, uint64_t limit_bytes, uint64_t reserve_bytes, int alone, int num_workers) {
+    if (state.is_open) return -1;
+    state.socket_fd = socket_fd;
+    state.disk_fd = disk_fd;
+    state.limit_bytes = limit_bytes;
+    state.reserve_bytes = socket_fd < 0 ? 0 : reserve_bytes;
+    state.alone = alone;
+    state.num_workers = num_workers < 1 ? 1 : num_workers;
+    state.is_open = 1;
+    look_at_all(); /* without cuInit: the program may still choose its devices */
+    pthread_atfork(NULL, NULL, after_fork_in_child);
+    return start_service();
+}
+
+EXPORT void prism_pages_stats(Stats *stats) {
+    pthread_mutex_lock(&state.lock);
+    *stats = (Stats){state.movable_bytes, state.fixed_bytes, state.overhead_bytes, state.limit_bytes,
+                     state.refused_bytes, state.num_pages, (uint64_t)state.where};
+    pthread_mutex_unlock(&state.lock);
+}
+
+/* What the real device has, whoever uses it.  Returns 0, or an error of the driver. */
+EXPORT int prism_pages_real_memory(uint64_t *free, uint64_t *total) {
+    size_t f = 0, t = 0;
+    int result = state.context && driver.cuMemGetInfo ? driver.cuMemGetInfo(&f, &t) : real_mem_get_info(&f, &t);
+    *free = f;
+    *total = t;
+    return result;
+}
+
+/* Whether pages may be moved at all: threads of the program that may use the device forbid it. */
+EXPORT void prism_pages_hold_still(int holds_still) { state.holds_still = holds_still; }
+
+EXPORT void prism_pages_out(int where, Moved *moved) { move_out(where, moved); }
+
+EXPORT void prism_pages_in(int into_reserve, Moved *moved) { move_in(into_reserve, moved); }

@@ -76,6 +76,11 @@ class CalibrationContext(abc.ABC):
         """How many ranks the machine at hand can run for real at once."""
 
     @property
+    def num_devices(self) -> int:
+        """GPUs that the ranks of a slice run on, each on its own; 0 for a job on CPUs. Times are then the devices'."""
+        return 0
+
+    @property
     @abc.abstractmethod
     def options(self) -> Mapping[str, str]:
         """The user's ``-O key=value`` pairs."""
@@ -90,7 +95,8 @@ class CalibrationContext(abc.ABC):
             label: a short name for progress messages and file names.
 
         Returns:
-            The path of a trace of graph kind EMULATED inside ``work_dir``, with data of ``ranks`` only.
+            The path of a trace of graph kind EMULATED inside ``work_dir``, with data of ``ranks`` only; of kind
+            OBSERVED where all ranks of the job ran on GPUs.
 
         Raises:
             PrismError: the ranks failed or did not follow the graph.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphError, JobGraph, measure
-from prism_sdk.graph.job import COLUMN_TYPES
+from prism_sdk.graph.job import COLUMN_TYPES, read_columns
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, GraphKind, TraceReader, UnitKind
 
@@ -185,7 +185,8 @@ def _graph(reader: TraceReader, ranks: Sequence[int], steps: range | None) -> tu
     tables = {rank: reader.units(rank, steps=steps, columns=names) for rank in ranks}
     sizes = [len(tables[rank]) for rank in ranks]
     offsets = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-    columns = {name: np.concatenate([getattr(tables[rank], name) for rank in ranks]) for name in names}
+    by_rank = [read_columns(tables[rank], names) for rank in ranks]
+    columns = {name: np.concatenate([mine[name] for mine in by_rank]) for name in names}
     num_rows = int(offsets[-1])
     awaited = np.full(num_rows, -1, dtype=np.int64)
     for position, rank in enumerate(ranks):

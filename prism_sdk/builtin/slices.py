@@ -6,6 +6,7 @@ prism_sdk.graph.calibrate.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,24 @@ from typing import Any
 import numpy as np
 
 from prism_sdk.abc import CalibrationContext, CalibrationPass, CalibrationResult, CalibrationStrategy
+from prism_sdk.builtin.device_transfers import (
+    Transfers,
+    cluster_transfers,
+    fitted_cluster,
+    has_mixed_messages,
+    sizes_of,
+)
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
+from prism_sdk.cluster.profile import load_cluster
 from prism_sdk.graph.calibrate import Calibration, merge_slices, relative_change
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
-from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter
+from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter, UnitKind
 
 _MAX_PASSES = 4
+MEASURED, UNSPECIFIED = 1, 0  # of the registry's Provenance
 # a pass that changes no step time by more than the half width of the interval is the last; the half width counts
 # between these bounds, or a noisy machine would call anything converged
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.001, 0.05
@@ -36,7 +46,8 @@ class Options:
 
     passes: int = _MAX_PASSES
     warmup_steps: int = 1
-    transfers: str = "probe"  # or a trace of the job observed on the real machine
+    transfers: str = "probe"  # "profile" (on GPUs), or a trace of the job observed on the real machine
+    cluster: str = "h200-sxm"  # the profile that transfers of GPUs come from where nothing is measured
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Options:
@@ -45,6 +56,7 @@ class Options:
             passes=at_least(options, "passes", default=cls.passes, low=1),
             warmup_steps=at_least(options, "warmup_steps", default=cls.warmup_steps, low=0),
             transfers=options.get("transfers", cls.transfers),
+            cluster=options.get("cluster", cls.cluster),
         )
 
 
@@ -52,20 +64,26 @@ class Slices(CalibrationStrategy):
     """Slice by slice, with means over steps, waiting stripped from transfers, repeated until nothing changes."""
 
     name = "slices"
-    option_names = ("passes", "transfers", "warmup_steps")
+    option_names = ("cluster", "occupy", "passes", "transfers", "warmup_steps")
     description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         options = Options.parse(context.options)
         context.progress(0, 1, doing="reading the graph")
         job = _job(context)
-        slices = partition(job.ranks, context.num_slots)
-        bare = self._with_transfers(context, options, job, slices)
-        graph_path = job.path if bare is None else bare
-        base = JobGraph.load(graph_path)
+        graph = JobGraph.load(job.path)
+        slices = _slices_of(graph, job, context)
+        modelled = self._transfers(graph, slices, context, options, job)
+        graph_path, base = job.path, graph
+        if modelled is not None:
+            graph_path = context.work_dir / "modelled.prism"
+            columns = {rank: {"transfer_ns": modelled.transfer_ns[graph.rows(rank)]} for rank in graph.ranks}
+            write_times(job.path, columns, graph_path, GraphKind.BARE, {}, with_payloads=False)
+            base = JobGraph.load(graph_path)
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
         prediction: Prediction | None = None
+        provenance: np.ndarray | None = None
         converged = False
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
@@ -86,9 +104,13 @@ class Slices(CalibrationStrategy):
             passes.append(CalibrationPass(index, None if change is None else 100 * change, predicted, low, high))
             context.report(_progress(passes[-1]))
             noise = min((high - low) / 2 / max(predicted, 1), _LARGEST_NOISE)
+            if context.num_devices:
+                provenance = _provenance(prediction.calibration, modelled)
             converged = change is not None and change <= max(noise, _SMALLEST_NOISE)
             graph_path = context.work_dir / f"pass{index}.prism"
-            write_calibrated(job.path, prediction.calibration, graph_path, {}, with_payloads=False)
+            write_calibrated(
+                job.path, prediction.calibration, graph_path, {}, with_payloads=False, provenance=provenance
+            )
             if converged or (len(slices) == 1 and index >= 1):
                 break
         assert prediction is not None
@@ -102,41 +124,62 @@ class Slices(CalibrationStrategy):
                 "" if p.change_percent is None else f"{p.change_percent:.3f}" for p in passes
             ),
             "calibration.unmeasured_units": str(len(prediction.means.unmeasured_compute)),
-            "calibration.transfers": options.transfers if bare is not None else "slices",
+            "calibration.transfers": modelled.source if modelled is not None else "slices",
         }  # fmt: skip
+        if context.num_devices:
+            facts["calibration.devices"] = str(context.num_devices)
+            facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
         context.progress(0, 1, doing="writing the calibrated graph")
         if job.by_roles:
-            _write_by_roles(context, prediction.calibration, facts)
+            _write_by_roles(context, prediction.calibration, facts, provenance)
         else:
-            write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True)
+            write_calibrated(context.graph_path, prediction.calibration, context.output, facts, with_payloads=True,
+                             provenance=provenance)  # fmt: skip
         return CalibrationResult(
             context.output, tuple(passes), last.predicted_step_ns, last.step_low_ns, last.step_high_ns, converged
         )
 
-    def _with_transfers(
-        self, context: CalibrationContext, options: Options, job: _Job, slices: Sequence[Sequence[int]]
-    ) -> Path | None:
-        """A copy of the bare graph whose transfers are modelled; None when every group fits into one slice."""
-        graph = JobGraph.load(job.path)
+    def _transfers(
+        self, graph: JobGraph, slices: Sequence[Sequence[int]], context: CalibrationContext, options: Options, job: _Job
+    ) -> Transfers | None:
+        """Transfers of what no slice runs as a whole; None when every group fits into one slice."""
         sets = [frozenset(ranks) for ranks in slices]
         if not job.by_roles and all(any(s.issuperset(group.ranks) for s in sets) for group in graph.groups.values()):
             return None
-        if options.transfers == "probe":
-            context.progress(0, 1, doing="measuring the transport")
-            context.report("measuring this machine's transport, for groups larger than a slice")
-            trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
-            model = TransferModel.fit(JobGraph.load(trace))
-            transfers = modelled_transfers(graph, model, group_sizes=job.group_sizes)
-        else:
+        if options.transfers not in ("probe", "profile"):
             observed = JobGraph.load(options.transfers)
             found = merge_slices(
                 graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0, stands_for=job.stands_for
             )
             transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
-        path = context.work_dir / "modelled.prism"
-        columns = {rank: {"transfer_ns": transfers[graph.rows(rank)]} for rank in graph.ranks}
-        write_times(job.path, columns, path, GraphKind.BARE, {}, with_payloads=False)
-        return path
+            known = np.where(found.is_measured, MEASURED, UNSPECIFIED).astype(np.uint8)
+            if context.num_devices:  # what the observed run does not show has to come from somewhere that says so
+                other = cluster_transfers(graph, load_cluster(options.cluster), group_sizes=job.group_sizes)
+                transfers = np.where(found.is_measured, transfers, other.transfer_ns)
+                assert other.provenance is not None
+                known = np.where(found.is_measured, known, other.provenance).astype(np.uint8)
+            return Transfers(transfers, known, options.transfers)
+        if context.num_devices:
+            return self._of_cluster(graph, context, options, job)
+        context.progress(0, 1, doing="measuring the transport")
+        context.report("measuring this machine's transport, for groups larger than a slice")
+        trace = context.run_module("prism_sdk.builtin.transfer_probe", [], num_ranks=2, label="transport")
+        model = TransferModel.fit(JobGraph.load(trace))
+        return Transfers(modelled_transfers(graph, model, group_sizes=job.group_sizes), None, options.transfers)
+
+    def _of_cluster(self, graph: JobGraph, context: CalibrationContext, options: Options, job: _Job) -> Transfers:
+        """From NCCL between two GPUs where there are two, extended by the profile; else from the profile alone."""
+        cluster = load_cluster(options.cluster)
+        source = f"profile {options.cluster}"
+        if options.transfers == "probe" and context.num_devices > 1:
+            context.progress(0, 1, doing="measuring NCCL")
+            context.report("measuring NCCL between two GPUs, for groups larger than a slice")
+            arguments = [json.dumps(sizes_of(graph))]
+            trace = context.run_module("prism_sdk.builtin.nccl_probe", arguments, num_ranks=2, label="transport")
+            cluster, source = fitted_cluster(cluster, trace), f"probe, extended by {source}"
+        else:
+            context.report(f"transfers are modelled: {source}; -O transfers=FILE takes those of an observed run")
+        return cluster_transfers(graph, cluster, source=source, group_sizes=job.group_sizes)
 
 
 @dataclass(frozen=True)
@@ -169,22 +212,52 @@ def partition(ranks: Sequence[int], num_slots: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[first : first + num_slots]) for first in range(0, len(ranks), num_slots)]
 
 
-def _write_by_roles(context: CalibrationContext, calibration: Calibration, facts: Mapping[str, str]) -> None:
+def _write_by_roles(
+    context: CalibrationContext, calibration: Calibration, facts: Mapping[str, str], provenance: np.ndarray | None
+) -> None:
     """All ranks of a role get what its representative was found to take."""
     from prism_sdk.runtime.roles.recorded import write_times_by_roles
 
     ends = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
     write_times_by_roles(
-        context.graph_path, context.output, times=calibration.columns, graph_kind=GraphKind.CALIBRATED,
+        context.graph_path, context.output, graph_kind=GraphKind.CALIBRATED,
+        times=lambda rank: columns_of(calibration, rank, provenance),
         steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
     )  # fmt: skip
 
 
+def _slices_of(graph: JobGraph, job: _Job, context: CalibrationContext) -> list[tuple[int, ...]]:
+    """Which ranks run at once. On GPUs one alone where ranks of a slice would send messages in a group beyond it."""
+    slices = partition(job.ranks, context.num_slots)
+    if context.num_devices and has_mixed_messages(graph, slices):
+        context.report("one rank at a time: ranks send messages in groups that are larger than a slice")
+        return partition(job.ranks, 1)
+    return slices
+
+
+def _provenance(calibration: Calibration, modelled: Transfers | None) -> np.ndarray:
+    """Where the time of each row comes from, as the registry numbers it."""
+    is_wait = calibration.graph.columns["kind"] == UnitKind.WAIT
+    known = np.where(calibration.is_measured & ~is_wait, MEASURED, UNSPECIFIED)
+    if modelled is not None and modelled.provenance is not None:
+        known = np.where((known == 0) & (calibration.graph.event_of_row >= 0), modelled.provenance, known)
+    return known.astype(np.uint8)
+
+
+def columns_of(calibration: Calibration, rank: int, provenance: np.ndarray | None) -> dict[str, np.ndarray]:
+    """The columns of a rank that calibration gives, with where its times come from if that is known."""
+    columns: dict[str, np.ndarray] = dict(calibration.columns(rank))
+    if provenance is not None:
+        columns["prism.provenance"] = provenance[calibration.graph.rows(rank)]
+    return columns
+
+
 def write_calibrated(
-    source: Path, calibration: Calibration, output: Path, metadata: Mapping[str, str], *, with_payloads: bool
-) -> None:
+    source: Path, calibration: Calibration, output: Path, metadata: Mapping[str, str], *, with_payloads: bool,
+    provenance: np.ndarray | None = None,
+) -> None:  # fmt: skip
     """Write `source` with the calibrated times in place of its own."""
-    columns = {rank: calibration.columns(rank) for rank in calibration.graph.ranks}
+    columns = {rank: columns_of(calibration, rank, provenance) for rank in calibration.graph.ranks}
     steps = {rank: calibration.timeline.step_ends_ns(rank) for rank in calibration.graph.ranks}
     write_times(source, columns, output, GraphKind.CALIBRATED, metadata, with_payloads=with_payloads, steps=steps)
 

@@ -7,7 +7,8 @@ What is measured, by row of a slice (ABSENT where a row cannot say it):
 - COMPUTE: ``duration = end - start``; ``gap = start - end of the host row before``.
 - WAIT: where the awaited unit completed during the wait, the wake overhead ``end - completion``; else the least
   duration ``end - start``. So waiting for others is in neither.
-- communication: ``transfer = end - last arrival``, the latest of all members' posts and of the ends of the collective
+- communication: ``gap = start - end of the host row before``, which only streams of a GPU make other than 0;
+  ``transfer = end - last arrival``, the latest of all members' posts and of the ends of the collective
   before it in the group. Only where *all* members are in the slice, that is on one clock and real: the completion of
   an operation with virtual members is what the emulation made it.
 
@@ -72,7 +73,14 @@ def measure(graph: JobGraph) -> Measurement:
     rows = rows[(before[rows] >= 0) & (end[before[rows]] != ABSENT)]
     gap[rows] = start[rows] - end[before[rows]]
 
-    rows = np.flatnonzero(is_wait & timed)
+    rows = np.flatnonzero(~is_compute & ~is_wait & (start != ABSENT))
+    previous_host = hosts[np.maximum(np.searchsorted(hosts, rows) - 1, 0)] if len(hosts) else rows
+    is_after = (previous_host < rows) & (graph.rank_of_row[previous_host] == graph.rank_of_row[rows])
+    is_after &= end[previous_host] != ABSENT
+    rows, previous_host = rows[is_after], previous_host[is_after]
+    post = start[rows] - end[previous_host]
+
+    rows_posted, rows = rows, np.flatnonzero(is_wait & timed)
     awaited = graph.awaited_row[rows]
     completion = np.where(awaited >= 0, end[awaited], ABSENT)
     known = (completion != ABSENT) | (c["awaits"][rows] == ABSENT)
@@ -100,6 +108,7 @@ def measure(graph: JobGraph) -> Measurement:
         negative = (values < 0) & (values != ABSENT)
         clipped += int(negative.sum())
         values[negative] = 0
+    gap[rows_posted] = post
     return Measurement(gap_ns=gap, duration_ns=duration, transfer_ns=transfer, num_clipped=clipped)
 
 
@@ -222,12 +231,14 @@ class Calibration:
         rows = self.graph.rows(rank)
         is_wait = self.graph.columns["kind"][rows] == UnitKind.WAIT
         is_compute = self.graph.columns["kind"][rows] == UnitKind.COMPUTE
+        gap = self.timing.gap_ns[rows]
         transfer = np.where(is_wait, self.timing.duration_ns[rows], self.timing.transfer_ns[rows])
         return {
             "start_ns": self.timeline.start_ns[rows],
             "end_ns": self.timeline.end_ns[rows],
             "transfer_ns": np.where(is_compute, ABSENT, transfer),
-            "gap_ns": np.where(is_compute | is_wait, self.timing.gap_ns[rows], ABSENT),
+            "gap_ns": np.where(is_compute | is_wait | (gap > 0), gap, ABSENT),
+            **({"prism.lead_ns": np.where(gap < 0, -gap, ABSENT)} if (gap < 0).any() else {}),
         }
 
 
@@ -309,7 +320,7 @@ def merge_samples(
         transfer = np.where(transfer == ABSENT, default_transfer_ns, transfer)
     gap = np.where((found["gap_ns"] == ABSENT) & (num_samples == 0), c["gap_ns"], found["gap_ns"])
     timing = Timing(
-        gap_ns=np.where((gap == ABSENT) | ~(is_compute | is_wait), 0, gap),
+        gap_ns=np.where(gap == ABSENT, 0, gap),
         duration_ns=np.where(duration == ABSENT, 0, duration),
         transfer_ns=transfer,
     )

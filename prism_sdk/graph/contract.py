@@ -157,6 +157,7 @@ class _Contraction:
             _Clock(start, initial_ns.get(rank, 0) - (0 if rank in sandbox else before[position]))
             for position, rank in enumerate(graph.ranks)
         ]
+        self.start = list(self.host)
         counts = np.diff(graph.event_offsets)
         in_sandbox = np.repeat(self.is_sandbox, np.diff(graph.offsets))[graph.event_rows]
         inside = np.add.reduceat(in_sandbox.astype(np.int64), graph.event_offsets[:-1]) if len(counts) else counts
@@ -196,15 +197,18 @@ class _Contraction:
             position, event = positions[i], events[i]
             if sandbox[position]:
                 if event >= 0:
-                    self._post(event, self.host[position], position=position, in_sandbox=True, is_send=is_send[i])
+                    # a stream beside the host's rows may have been ahead of all that they waited for
+                    known = self.host[position] if gap[i] >= 0 else self.start[position]
+                    self._post(event, known, position=position, in_sandbox=True, is_send=is_send[i])
                 elif awaited_event[i] >= 0 and not awaits_send[i]:
                     # transfers among sandbox ranks are real, so their length is not known
-                    known = delay[i] if self.is_boundary[awaited_event[i]] else 0
-                    done = self._arrived(awaited_event[i]).later(known)
+                    length = delay[i] if self.is_boundary[awaited_event[i]] else 0
+                    done = self._arrived(awaited_event[i]).later(length)
                     self.host[position] = self.algebra.latest(self.host[position], done)
                 continue
             clock = self.host[position].later(sums[i])
             if event >= 0:
+                clock = clock.later(gap[i])
                 if is_send[i]:
                     self.posted[row] = clock
                 self._post(event, clock, position=position, in_sandbox=False, is_send=is_send[i])

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.graph.job import COLUMN_TYPES, JobGraph
+from prism_sdk.graph.job import COLUMN_TYPES, JobGraph, read_columns
 from prismtrace import ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
 __all__ = ["FoldedJob", "RoleJob", "fold_alike", "folded_graph"]
@@ -242,7 +242,7 @@ def _graph(
                 members[group_id].add(int(peer_of[i]))
                 groups[group_id] = _with_ranks(groups[group_id], group_id, members[group_id])
         table = reader.units(rank, columns=names)
-        columns = {name: np.array(getattr(table, name)) for name in names}
+        columns = {name: np.array(values) for name, values in read_columns(table, names).items()}
         is_moved = lane_of >= 0
         is_message = is_moved & (kinds != UnitKind.COLLECTIVE)
         columns["group_id"] = columns["group_id"].astype(np.uint64)

@@ -9,7 +9,7 @@ An *event* is one operation of the job: a collective with the rows of its member
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from prism_sdk.graph import matching
 from prism_sdk.graph.errors import GraphError
-from prismtrace import ABSENT, ABSENT32, GraphKind, Op, ProcessGroup, TraceReader, UnitKind
+from prismtrace import ABSENT, ABSENT32, GraphKind, Op, ProcessGroup, TraceReader, UnitKind, UnitTable
 
-__all__ = ["COLUMN_TYPES", "JobGraph"]
+__all__ = ["COLUMN_TYPES", "JobGraph", "read_columns"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -45,10 +45,16 @@ COLUMN_TYPES: dict[str, tuple[type[np.generic], int | None]] = {
     "awaits": (np.int64, ABSENT),
     "transfer_ns": (np.int64, ABSENT),
     "gap_ns": (np.int64, ABSENT),
+    "prism.lead_ns": (np.int64, ABSENT),
     "microbatch": (np.int32, ABSENT32),
     "stage": (np.int32, ABSENT32),
     "model_chunk": (np.int32, ABSENT32),
 }
+
+
+def read_columns(table: UnitTable, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:
+    """Columns of a table by name, all absent where the file has none (named columns need not be there)."""
+    return {name: _column(name, getattr(table, name, None), len(table)) for name in names}
 
 
 def _column(name: str, values: Any, num_rows: int) -> npt.NDArray[Any]:
@@ -120,7 +126,7 @@ class JobGraph:
                 raise GraphError(f"{source}: the steps of rank {rank} do not follow each other in order",
                                  hint="load all steps")  # fmt: skip
         return cls.from_columns(
-            {rank: {name: getattr(table, name) for name in names} for rank, table in tables.items()},
+            {rank: read_columns(table, names) for rank, table in tables.items()},
             world_size=reader.world_size,
             groups=reader.groups,
             graph_kind=reader.graph_kind,

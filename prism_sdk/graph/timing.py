@@ -6,7 +6,8 @@ The model, from the design's rule ``start(u) = max over predecessors p of (end(p
 starts at its last arrival. For the rows of a rank in order, with H the end of the host row before (or the origin):
 
 - COMPUTE: ``start = H + gap``, ``end = start + duration``; the host is busy until ``end``.
-- COLLECTIVE, SEND, RECV are *posted* at H and take no host time.
+- COLLECTIVE, SEND, RECV are *posted* at ``H + gap`` and take no host time. Only a GPU has a gap here, above 0 where
+  the stream that asks is behind the one whose rows these are, below 0 where it is ahead; below, H is with the gap.
   - A collective e of group g is *ready* at its last arrival ``A(e) = max over members m of max(H_m, C_m(e - 1))``:
     each rank has one communication stream a group, so a collective cannot start before the one before it in that
     group has completed on that rank. It completes for member m at ``C_m(e) = A(e) + transfer_m``.
@@ -62,8 +63,9 @@ class Timing:
         present = np.where(transfer == ABSENT, 0, transfer)
         duration = np.where(is_compute, c["end_ns"] - c["start_ns"], np.where(is_wait, present, 0))
         moved = np.where(transfer == ABSENT, default_transfer_ns or 0, transfer)
+        lead = c["prism.lead_ns"]
         timing = cls(
-            gap_ns=np.where(c["gap_ns"] == ABSENT, 0, c["gap_ns"]),
+            gap_ns=np.where(c["gap_ns"] == ABSENT, 0, c["gap_ns"]) - np.where(lead == ABSENT, 0, lead),
             duration_ns=duration,
             transfer_ns=np.where(is_compute | is_wait, 0, moved),
         )
@@ -76,7 +78,8 @@ class Timing:
             values = getattr(self, name)
             if len(values) != len(graph):
                 raise GraphError(f"{name} has {len(values)} entries for the {len(graph)} rows of {graph.source}")
-            negative = np.flatnonzero(values < 0)
+            may_be_negative = (graph.event_of_row >= 0) & (name == "gap_ns")
+            negative = np.flatnonzero((values < 0) & ~may_be_negative)
             if len(negative):
                 _raise_missing(graph, negative, f"{name} is negative ({values[negative[0]]})")
 
@@ -161,8 +164,9 @@ def schedule(
     communicates = graph.event_of_row >= 0
     sends = kind == UnitKind.SEND
     received = communicates & ~sends
+    start[communicates] += timing.gap_ns[communicates]
     end[received] = arrival[graph.event_of_row[received]] + timing.transfer_ns[received]
-    end[sends] = host[sends] + timing.transfer_ns[sends]
+    end[sends] = start[sends] + timing.transfer_ns[sends]
     waits = np.flatnonzero(kind == UnitKind.WAIT)
     # a wait starts where the row before it left the host
     is_first = np.isin(waits, graph.offsets[:-1])
@@ -203,6 +207,7 @@ def _walk(
     is_send = (kind[order] == UnitKind.SEND).tolist()
     delay = transfer_of_awaited.tolist()
     rows = order.tolist()
+    post_gap = np.where(graph.event_of_row[order] >= 0, timing.gap_ns[order], 0).tolist()
     # what an event waits for beside its members: the slowest member of the one before it in its group
     slowest = (
         np.maximum.reduceat(timing.transfer_ns[graph.event_rows], graph.event_offsets[:-1])
@@ -220,6 +225,7 @@ def _walk(
         clock = offset_of_rank[position] + at
         joined = events[i]
         if joined >= 0:
+            clock += post_gap[i]
             if is_send[i]:
                 posted[rows[i]] = clock
             if clock > arrival[joined]:

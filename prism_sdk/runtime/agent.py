@@ -28,7 +28,7 @@ from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
-from prism_sdk.runtime.oncuda import devices
+from prism_sdk.runtime.oncuda import devices, streams
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.stepboard import step_cell
@@ -67,7 +67,8 @@ class Agent:
             from prism_sdk.runtime.oncuda import durations, holdtable
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 
-            needed = holdtable if self.spec.mode is LaunchMode.EMULATE else durations
+            is_held = self.spec.emulate is not None and not self.spec.emulate.is_slice
+            needed = holdtable if is_held else durations
             for name, value in needed.ENVIRONMENT.items():  # before the program makes a group or opens the device
                 os.environ.setdefault(name, value)
             return DeviceTracer(self.spec.rank, writer)
@@ -87,6 +88,10 @@ class Agent:
             from prism_sdk.runtime.record import RecordSeam
 
             return RecordSeam(self.spec, self.tracer, self.channel)
+        if self.spec.emulate is not None and self.spec.emulate.is_slice:
+            from prism_sdk.runtime.oncuda.slicing import SliceSeam
+
+            return SliceSeam(self.spec, self.tracer, self.channel)
         from prism_sdk.runtime.emulate import EmulateSeam
 
         return EmulateSeam(self.spec, self.tracer, self.channel)
@@ -104,6 +109,8 @@ class Agent:
             oncpu.install(num_devices=self.spec.num_devices)
         elif self.seam.replaces_backend and 0 < devices.num_real_devices() < self.spec.num_devices:
             devices.install(num_logical=self.spec.num_devices, num_real=devices.num_real_devices())
+        if self.spec.device != "cpu" and devices.num_real_devices():
+            streams.follow_streams(self.tracer)
         self.interceptor.install()
         self.seam.install()
         if self.spec.kernels is not None:

@@ -18,6 +18,7 @@ from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode,
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
 from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_folder
+from prism_sdk.runtime.gpus import num_gpus, uses_gpus
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
@@ -30,10 +31,11 @@ class SliceContext(CalibrationContext):
 
     def __init__(
         self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
-        engine: RayEngine | None = None,
+        engine: RayEngine | None = None, *, num_devices: int = 0,
     ) -> None:  # fmt: skip
         self._engine = engine
         self._config = config
+        self._num_devices = num_devices
         self._graph = graph
         self._work_dir = work_dir
         self._world_size = world_size
@@ -57,8 +59,14 @@ class SliceContext(CalibrationContext):
 
     @property
     def num_slots(self) -> int:
+        if self._num_devices:
+            return min(self._config.num_slots or self._num_devices, self._num_devices, self._world_size)
         here = num_cpus() if self._engine is None else self._engine.num_cpus
         return min(self._config.num_slots or here, self._world_size)
+
+    @property
+    def num_devices(self) -> int:
+        return self._num_devices
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -68,7 +76,14 @@ class SliceContext(CalibrationContext):
         output = self._work_dir / f"{label}.prism"
         config = replace(self._config, output=output, quiet=True, local_ranks_filter=(), num_slots=None)
         with self._progress.muted():
-            run_sandbox(config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path)
+            if self._num_devices and len(ranks) == self._world_size:  # nobody is virtual
+                whole = replace(config, mode=LaunchMode.OBSERVE, graph=self._graph, payloads=PayloadMode.NONE)
+                run_job(whole, AllAtOnce(), self._progress)
+                return output
+            run_sandbox(
+                config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path,
+                on_devices=self._num_devices > 0,
+            )  # fmt: skip
         return output
 
     def run_slices(self, slices: Sequence[Sequence[int]], *, graph_path: Path, label: str) -> list[Path]:
@@ -113,15 +128,20 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
         raise UsageError("no graph was given", hint="prism calibrate --graph bare.prism -o calibrated.prism -- SCRIPT")
     try:
         with TraceReader(config.graph) as reader:
-            world_size = reader.world_size
+            world_size, wants_gpus = reader.world_size, uses_gpus(reader, device=config.device)
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
+    num_devices = num_gpus() if wants_gpus else 0
+    if num_devices and config.engine is not None:
+        raise UsageError("slices on GPUs run on this machine alone", hint="leave --engine out")
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     if config.engine is None:
         work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
         try:
-            result = strategy.calibrate(SliceContext(config, config.graph.absolute(), work_dir, world_size, progress))
+            result = strategy.calibrate(SliceContext(
+                config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
+            ))  # fmt: skip
         finally:
             shutil.rmtree(work_dir, ignore_errors=True)
     else:

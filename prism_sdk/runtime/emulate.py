@@ -227,9 +227,7 @@ class EmulateSeam(Seam):
         return late_wait
 
     def _poller(self, handle: tuple[int, int], carriage: Carriage | None) -> Any:
-        if carriage is not None:
-            return lambda: carriage.is_done() and self.engine.is_complete(handle, now_ns())
-        return lambda: self.engine.is_complete(handle, now_ns())
+        return lambda: (carriage is None or carriage.is_done()) and self.engine.is_complete(handle, now_ns())
 
     @cached_property
     def _beside(self) -> prismtrace.TraceReader:

@@ -99,16 +99,20 @@ def emulate(config: LaunchConfig, progress: Progress) -> LaunchResult:
 
 
 def run_sandbox(
-    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None
-) -> LaunchResult:
-    """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given."""
+    config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None,
+    on_devices: bool = False,
+) -> LaunchResult:  # fmt: skip
+    """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given.
+
+    `on_devices`: it is a slice of a calibration on GPUs, where communication with virtual ranks is stood in for.
+    """
     work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
     try:
         progress.doing("contracting the graph")
         backend = _backend(config)
         scripts, facts = _prepare(
             config, graph_path.absolute(), tuple(sandbox), work, times, progress.say,
-            needs_board=backend is not None and backend.needs_board,
+            needs_board=backend is not None and backend.needs_board, is_slice=on_devices,
         )  # fmt: skip
         end_step = max(script.last_step for script in scripts.values()) + 1
         fds = [*facts.ring_fds, *facts.hold_fds, *([facts.board_fd] if facts.board_fd >= 0 else [])]
@@ -207,7 +211,7 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
 
 def _prepare(
     config: LaunchConfig, graph_path: Path, sandbox: tuple[int, ...], work: Path, times: Path | None, report: Report,
-    *, needs_board: bool,
+    *, needs_board: bool, is_slice: bool,
 ) -> tuple[dict[int, Script], EmulateSpec]:  # fmt: skip
     """Everything that can be worked out before the ranks start."""
     try:
@@ -245,11 +249,12 @@ def _prepare(
     board = os.memfd_create("prism-board", 0) if len(sandbox) > 1 or needs_board else -1
     if board >= 0:
         os.ftruncate(board, 1 << 42)
-    holds = tuple(create_table() for _ in scripts) if config.device != "cpu" and has_gpu() else ()
+    is_held = config.device != "cpu" and not is_slice and has_gpu()
+    holds = tuple(create_table() for _ in scripts) if is_held else ()
     facts = EmulateSpec(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
-        options=dict(config.options), by_roles=by_roles, hold_fds=holds,
+        options=dict(config.options), hold_fds=holds, is_slice=is_slice, by_roles=by_roles,
     )  # fmt: skip
     return scripts, facts
 

@@ -118,8 +118,7 @@ def _timed_wait(
             inner.wait(timeout)
         else:
             handle.waits_for.wait()
-        if not (on_device and isinstance(tracer, DeviceTracer) and tracer.waits_beside(unit)):
-            tracer.wait(unit, start, tracer.now(), blocked=blocked)
+        tracer.wait(unit, start, tracer.now(), blocked=blocked)
         if any_source:
             handle.source = inner._source_rank()
             settle_any_source(tracer, unit, group, handle.source, tag)
@@ -176,8 +175,6 @@ class ObserveSeam(Seam):
         posted = tracer.now()
         unit = tracer.communication(call, posted, take_number(call))
         device = tracer if isinstance(tracer, DeviceTracer) and device_of(call) is not None else None
-        if device is not None and (beside := device.beside()) is not None:
-            device.starts_beside(unit, beside)
         work = call.native()
         block = self._blocks.get(call.group.name) if self._blocks else None
         if device is not None:

@@ -28,6 +28,7 @@ class EmulateSpec:
     by_roles: bool = False  # of the graph's ranks most did not run when it was recorded
     needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
+    is_slice: bool = False  # of a calibration on GPUs: times are wanted, values only as far as they steer the program
     assistance: Assistance = field(default_factory=Assistance)  # what the backend has started in the launcher
 
 

@@ -9,20 +9,23 @@ when enough rows have gathered.  Clock: CLOCK_MONOTONIC, one clock for all proce
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.names import Names, Notes, name_columns
-from prism_sdk.runtime.rows import END, MEMORY, NAMES, PHASE, columns_of
+from prism_sdk.runtime.resident import ResidentMemory
+from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
 from prismtrace import ABSENT, TraceWriter
 from prismtrace.model import Op, Phase, ProcessGroup, UnitKind
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.oncuda.streams import SideWaits
 
 now_ns = time.monotonic_ns
 
@@ -31,21 +34,9 @@ FLUSH_INTERVAL_NS = 5_000_000_000
 
 _ABSENT32 = int(np.iinfo(np.int32).min)
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
 _OTHER = int(Phase.OTHER)
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
-
-
-class ResidentMemory:
-    """Private resident bytes of this process: what stands in /proc/self/statm less the shared pages."""
-
-    def __init__(self) -> None:
-        self._fd = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-
-    def __call__(self) -> int:
-        fields = os.pread(self._fd, 128, 0).split()
-        return (int(fields[1]) - int(fields[2])) * _PAGE
 
 
 class Tracer:
@@ -80,6 +71,7 @@ class Tracer:
         self._notes = Notes()
         self._memory_since = 0
         self._open: dict[int, int] = {}  # communication nobody has waited for yet -> its step; may still be amended
+        self.streams: SideWaits | None = None  # on a GPU: whose rows these are, and who waits for whom
         self.step = 0
         self.step_cell: memoryview | None = None  # where the launcher looks for it
         self._step_start = ABSENT
@@ -128,10 +120,22 @@ class Tracer:
         self._open[unit] = self.step
         return unit
 
-    def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
-        """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion."""
+    def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool, is_of_main: bool = False) -> None:
+        """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion.
+
+        `is_of_main`: it is the main stream of a GPU that waits, whichever stream is current.
+        """
         with self._lock:
-            self._wait(unit, start_ns, end_ns, blocked=blocked)
+            if self.streams is None or is_of_main or not self.streams.takes(unit):
+                self._wait(unit, start_ns, end_ns, blocked=blocked)
+            else:
+                self.amend(unit, ASYNC, 1)
+                if blocked:
+                    self.amend(unit, END, self._end_beside(end_ns))
+
+    def _end_beside(self, end_ns: int) -> int:
+        """The time of the stream that is current, which is not the main one."""
+        return end_ns
 
     def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
         self.compute_until(start_ns)
@@ -193,6 +197,8 @@ class Tracer:
         self._other_since = self.num_units
 
     def optimizer_begins(self) -> None:
+        if self.streams is not None:
+            self.streams.follow()
         self._enter(Phase.OPTIMIZER)
         if self.names is self.assumed:  # of the last microbatch
             self.names = None

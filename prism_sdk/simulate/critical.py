@@ -104,8 +104,8 @@ class _Walker:
             if kind == UnitKind.COMPUTE:
                 start, end = int(times.start_ns[row]), int(times.end_ns[row])
                 self._add(position, "host", end, now, row)
-                self._add(position, self._name(base + row), start, end, row)
-                now = start
+                self._add(position, self._name(base + row), start, min(end, now), row)
+                now = min(start, now)
                 gap = int(job.side[base + row + shift])
                 self._add(position, "host", now - gap, now, row)
                 now -= gap
@@ -114,7 +114,7 @@ class _Walker:
             if kind != UnitKind.WAIT:
                 row -= 1
                 continue
-            start, end = int(times.start_ns[row]), int(times.end_ns[row])
+            start, end = min(int(times.start_ns[row]), now), min(int(times.end_ns[row]), now)
             awaited = int(p.awaited[base + row])
             complete = int(times.end_ns[awaited]) if awaited >= 0 else start
             if awaited < 0 or complete + int(job.side[base + row + shift]) < end or end <= start:
@@ -150,7 +150,7 @@ class _Walker:
             row = self.finder.row(position, event)
             posted = ready
         weight = row + int(job.weight_base[position])
-        gap = int(job.side[weight])
+        gap = max(int(job.side[weight]), 0)  # below 0 its stream was ahead: the rows before say what it did until then
         self._add(position, "host", posted - gap, posted, row)
         return position, row - 1, posted - gap
 

@@ -44,7 +44,8 @@ COLUMNS: dict[str, type[np.generic]] = {
     "num_elements_in": np.int64, "num_elements_out": np.int64,
 }  # fmt: skip
 PROVENANCE = "prism.provenance"
-_TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8}
+LEAD = "prism.lead_ns"
+_TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8, LEAD: np.int64}
 _NAMES = tuple(_TYPES)
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
 _OF_RECORDING = "computing takes what it took in the recording, where ranks ran by turns: it is not calibrated"
@@ -191,7 +192,10 @@ class Loader:
             chained=np.ones(max(lanes.num_collectives, 1), dtype=np.uint8),
             provenance=_concatenated(self._provenance, np.uint8), scale=np.ones(len(ranks), dtype=np.float64),
         )  # fmt: skip
-        return observed_weights(job, self._times) if self._is_measured else job
+        if not self._is_measured:
+            return job
+        has_streams = any(reader.metadata.get(f"rank.{rank}.times") == "device" for rank in self._ranks)
+        return observed_weights(job, self._times, has_streams=has_streams)
 
 
 def _concatenated(parts: list[Any], dtype: type[np.generic] = np.int64) -> npt.NDArray[Any]:

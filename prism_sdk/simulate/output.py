@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.loading import PROVENANCE
+from prism_sdk.simulate.loading import LEAD, PROVENANCE
 from prism_sdk.simulate.simulation import Timeline
 from prism_sdk.simulate.weights import find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, Op, TraceReader, TraceWriter, UnitKind
@@ -68,7 +68,7 @@ def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:
     times = timeline.times(position)
     kind = job.programs.kind[rows]
     is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
-    main = job.main[weights]
+    main, side = job.main[weights], job.side[weights]
     transfer = np.where(is_compute, ABSENT, main)
     if timeline.shared is not None:
         # what a transfer took with its links shared, so that the timeline gives itself again
@@ -78,8 +78,9 @@ def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:
         transfer[counts] = times.end_ns[counts] - timeline.arrival_ns[event]
     # detached members keep their completion; in the graph it counts from the last arrival, which lies behind it
     transfer[~is_compute & ~is_wait & (main < 0)] = 0
-    return {"start_ns": times.start_ns, "end_ns": times.end_ns, "transfer_ns": transfer, "gap_ns": job.side[weights],
-            PROVENANCE: job.provenance[weights]}  # fmt: skip
+    return {"start_ns": times.start_ns, "end_ns": times.end_ns, "transfer_ns": transfer, "gap_ns": np.maximum(side, 0),
+            PROVENANCE: job.provenance[weights],
+            **({LEAD: np.maximum(-side, 0)} if (side < 0).any() else {})}  # fmt: skip
 
 
 def _steps(timeline: Timeline, position: int, reader: TraceReader | None) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class Scenario:
             job = DataParallel(self.dp, frozenset(self.dp_groups)).apply(job)
         job = self._transfers(job)
         if self.no_gaps:
-            job = replace(job, side=np.zeros_like(job.side))
+            job = replace(job, side=np.minimum(job.side, 0))
         for text in self.equal:
             where, _, but = text.partition(":but:")
             job = Equal(Selection.parse(where), Selection.parse(but) if but else None).apply(job)

@@ -39,10 +39,13 @@ def calibrated_weights(
     lacks_transfer = ~is_compute & ~is_wait & ~is_known
     main = np.where(is_compute, c["end_ns"] - c["start_ns"], np.where(is_known, transfer, 0))
     side = np.where(gap == ABSENT, 0, gap)
+    lead = c["prism.lead_ns"]  # of a post by a stream that was ahead of the one whose rows these are
+    side = side - np.where(is_compute | is_wait | (lead == ABSENT), 0, lead)
     if not transfers_needed:
         main[lacks_transfer] = UNKNOWN_TRANSFER
         lacks_transfer = np.zeros_like(lacks_transfer)
-    wrong = lacks_time | lacks_transfer | ((main < 0) & (main != UNKNOWN_TRANSFER)) | (side < 0)
+    wrong = lacks_time | lacks_transfer | ((main < 0) & (main != UNKNOWN_TRANSFER))
+    wrong |= (is_compute | is_wait) & (side < 0)
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         what = ("lacks its start or end" if lacks_time[row] else "lacks its transfer time" if lacks_transfer[row]
@@ -55,12 +58,15 @@ def calibrated_weights(
     return main, side
 
 
-def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]]) -> SimJob:
+def observed_weights(
+    job: SimJob, times: list[tuple[Int64Array, Int64Array]], *, has_streams: bool = False
+) -> SimJob:
     """The job with the weights that its times show; ``times`` has start and end of the rows of each rank.
 
     An operation starts at its last post, and not before the one before it in its group is complete on all members.
     Where the times contradict the second (the program waited for them in another order) it is given up for that
-    operation; members that were complete before the last post are detached.
+    operation; members that were complete before the last post are detached. ``has_streams``: times are those of a GPU,
+    where a stream may ask for an operation ahead of the one whose rows these are.
     """
     p, lanes = job.programs, job.lanes
     total, num_collectives = lanes.total_events, lanes.num_collectives
@@ -90,7 +96,7 @@ def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]]) ->
     ends: list[Int64Array] = []
     detached, untimed_rows = 0, 0
     for at, (start, end) in enumerate(times):
-        m, s, num, num_lacking, bound_ends = _of_rank(job, at, start, end, ready, completed, untimed)
+        m, s, num, num_lacking, bound_ends = _of_rank(job, at, start, end, ready, completed, untimed, has_streams)
         main.append(m)
         side.append(s)
         detached += num
@@ -130,6 +136,7 @@ def _of_rank(
     ready: Int64Array,
     completed: Int64Array,
     untimed: npt.NDArray[np.uint8],
+    has_streams: bool,
 ) -> tuple[Int64Array, Int64Array, int, int, Int64Array]:
     p = job.programs
     rows = p.rows(int(job.program[at]))
@@ -154,7 +161,8 @@ def _of_rank(
     np.maximum(main, 0, out=main)
     event, row = _events(job, at)
     # an operation that nobody waited for has a post and no end: it takes as long as for those who did
-    posted = np.where(start[row] != ABSENT, np.maximum(start[row], before[row]), before[row])
+    no_earlier = np.full(len(row), _LOW) if has_streams else before[row]
+    posted = np.where(start[row] != ABSENT, np.maximum(start[row], no_earlier), before[row])
     side[row] = posted - before[row]
     is_send = kind[row] == UnitKind.SEND
     # and one that a wait found complete was complete by the end of that wait, whatever it took for the others

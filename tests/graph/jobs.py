@@ -68,7 +68,7 @@ class Program:
 
     def columns(self) -> dict[int, dict[str, list[Any]]]:
         names = {"start_ns", "end_ns", "gap_ns", "transfer_ns", "awaits", "seq", "num_elements_in", "num_elements_out",
-                 "tag"}  # fmt: skip
+                 "tag", "prism.lead_ns"}  # fmt: skip
         others = {"group_id", "op", "dtype", "phase"}
         out: dict[int, dict[str, list[Any]]] = {}
         for rank, rows in self.rows.items():
@@ -84,8 +84,13 @@ class Program:
         )
 
 
-def random_program(seed: int, *, num_steps: int = 3, actions_per_step: int = 14) -> Program:
-    """A random job: groups of any size, sync and async collectives, messages posted early or late, several steps."""
+def random_program(
+    seed: int, *, num_steps: int = 3, actions_per_step: int = 14, with_streams: bool = False
+) -> Program:
+    """A random job: groups of any size, sync and async collectives, messages posted early or late, several steps.
+
+    `with_streams`: communication is posted before or after the host row that it follows, as GPU streams do.
+    """
     rng = random.Random(seed)
     world = rng.randint(1, 5)
     groups = {1: tuple(range(world))}
@@ -155,6 +160,10 @@ def random_program(seed: int, *, num_steps: int = 3, actions_per_step: int = 14)
             if rng.random() < 0.8:
                 wait(r, unit)
         p.compute(r, t())
+    if with_streams:
+        for row in (row for rows in p.rows.values() for row in rows if row["kind"] in (COLLECTIVE, SEND, RECV)):
+            name = rng.choice(["gap_ns", "prism.lead_ns", "prism.lead_ns", ""])
+            row |= {name: t()} if name else {}
     return p
 
 
@@ -216,10 +225,13 @@ def oracle(
             return end
         return before(row)
 
+    def posted(row: int) -> int:
+        return before(row) + int(timing.gap_ns[row])
+
     @cache
     def operation(j: int) -> int:
         assert plan is not None
-        posts = [before(row) for row in rows_of_op[j] if int(rank_of[row]) in own]
+        posts = [posted(row) for row in rows_of_op[j] if int(rank_of[row]) in own]
         assert posts
         if plan.kind[j] == SEND:
             assert not plan.terms(j)
@@ -229,17 +241,17 @@ def oracle(
     def completion(row: int) -> int:
         transfer = int(timing.transfer_ns[row])
         if c["kind"][row] == SEND:
-            return before(row) + transfer
+            return posted(row) + transfer
         if row in op_of:
             assert plan is not None
             assert dict(plan.members(op_of[row]))[int(rank_of[row])] == transfer
             return operation(op_of[row]) + transfer
         if c["kind"][row] == RECV:
-            return max(before(row), before(messages[message_key(graph, row)][SEND])) + transfer
+            return max(posted(row), posted(messages[message_key(graph, row)][SEND])) + transfer
         group_id, seq = int(c["group_id"][row]), int(c["seq"][row])
         ready = []
         for member in collectives[group_id, seq]:
-            ready.append(before(member))
+            ready.append(posted(member))
             if (group_id, seq - 1) in collectives:
                 ready += [completion(m) for m in collectives[group_id, seq - 1] if rank_of[m] == rank_of[member]]
         return max(ready) + transfer
@@ -254,7 +266,7 @@ def oracle(
         elif kind == WAIT:
             out[row] = (before(row), after(row))
         else:
-            out[row] = (before(row), completion(row))
+            out[row] = (posted(row), completion(row))
     return out
 
 

@@ -30,10 +30,10 @@ def _observed(timeline: Schedule, *, ranks: list[int] | None = None) -> JobGraph
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-def test_what_was_observed_is_predicted_exactly(seed: int) -> None:
+@given(st.integers(0, 2**32), st.booleans())
+def test_what_was_observed_is_predicted_exactly(seed: int, with_streams: bool) -> None:
     """Weights taken from the times of a run, put into the longest path, give the times of the run."""
-    p = random_program(seed)
+    p = random_program(seed, with_streams=with_streams)
     for rank, rows in p.rows.items():
         rows.insert(0, {"kind": 1, "step": 0, "start_ns": 0, "end_ns": 5})
         for index, row in enumerate(rows):

@@ -57,10 +57,12 @@ def _posts(graph: JobGraph, plan: BoundaryPlan, timing: Timing) -> list[int]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(0, 2**32), st.integers(0, 2**32), st.booleans(), st.booleans())
-def test_sandbox_alone_equals_the_whole_job(seed: int, choice: int, prune: bool, disturb: bool) -> None:
+@given(st.integers(0, 2**32), st.integers(0, 2**32), st.booleans(), st.booleans(), st.booleans())
+def test_sandbox_alone_equals_the_whole_job(
+    seed: int, choice: int, prune: bool, disturb: bool, with_streams: bool
+) -> None:
     """The property that emulation rests on, to the nanosecond, also where the sandbox computes at another speed."""
-    graph = random_program(seed).graph()
+    graph = random_program(seed, with_streams=with_streams).graph()
     sandbox = _choose_sandbox(graph, choice)
     timing = Timing.from_graph(graph)
     plan = contract(graph, sandbox_ranks=sandbox, prune=prune)

@@ -18,9 +18,9 @@ sys.setrecursionlimit(20_000)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 2**32))
-def test_schedule_equals_the_definitions(seed: int) -> None:
-    graph = random_program(seed).graph()
+@given(st.integers(0, 2**32), st.booleans())
+def test_schedule_equals_the_definitions(seed: int, with_streams: bool) -> None:
+    graph = random_program(seed, with_streams=with_streams).graph()
     timing = Timing.from_graph(graph)
     result = schedule(graph)
     expected = oracle(graph, timing)

@@ -1,4 +1,4 @@
-"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_checks.py and gpu_hold.py."""
+"""Jobs on real GPUs over NCCL and under Prism: all checks of benchmarks/gpu_{checks,hold,calibrate}.py."""
 
 from __future__ import annotations
 
@@ -36,3 +36,16 @@ def test_streams_are_held_by_the_device() -> None:
     )
     results = json.loads(done.stdout.splitlines()[-1])
     assert all(results.values()) and len(results) == 5, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_jobs_are_calibrated_on_devices() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        pytest.skip("needs a CUDA device and NCCL")
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "gpu_calibrate.py"], capture_output=True, text=True, timeout=900
+    )
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert all(results.values()) and len(results) >= 2, done.stdout + done.stderr

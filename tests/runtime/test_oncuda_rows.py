@@ -110,7 +110,8 @@ def test_a_stream_of_the_programs_own_holds_up_nobody_before_the_main_one_waits_
         gpu.stream, tensor = 7, torch.empty(8)
         call = Call(Op.ALL_GATHER, GROUP, gather, is_async=False, dtype=DType.FLOAT32, outputs=[tensor])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(observe, "device_of", lambda _call: torch.device("cuda"))
+            for module in (observe, tracing):
+                patch.setattr(module, "device_of", lambda _call: torch.device("cuda"))
             assert seam.issue(call) is None
         event = gpu.event()
         event.record(side)

@@ -39,9 +39,9 @@ def test_compiled_and_plain_give_the_same(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32))
-def test_the_timeline_of_calibration_agrees(seed: int) -> None:
-    program = random_program(seed)
+@given(st.integers(0, 2**32), st.booleans())
+def test_the_timeline_of_calibration_agrees(seed: int, with_streams: bool) -> None:
+    program = random_program(seed, with_streams=with_streams)
     graph = program.graph()
     other = schedule(graph)
     timeline = _timeline(program)

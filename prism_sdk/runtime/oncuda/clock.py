@@ -81,6 +81,13 @@ class DeviceClock:
             self._streams[stream] = torch.cuda.current_stream()
         return self._mark(time.monotonic_ns(), stream)
 
+    def stream_beside(self) -> int | None:
+        """The address of the current stream, where that is another than the main one."""
+        if not self._is_ready():
+            return None
+        stream = current_stream(self._device)
+        return None if stream == self.main else stream
+
     def follow(self) -> None:
         """The stream that is current here is the program's main one from now on."""
         if torch.cuda.is_initialized() and (self._device < 0 or current_device() == self._device):

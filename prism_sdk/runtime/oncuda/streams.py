@@ -10,9 +10,13 @@ of that stream later, as FSDP2 does.  That wait is the program's wait for the co
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.oncuda.clock import DeviceClock
+    from prism_sdk.runtime.tracer import Tracer
 
 _MOST = 1024  # units of one stream that nobody waits for, before the oldest are given up
 Waited = Callable[[list[int], Callable[[], None]], None]
@@ -79,6 +83,42 @@ class StreamFollower:
         self._ahead = {
             other: left for other, ahead in self._ahead.items() if (left := [u for u in ahead if u not in done])
         }
+
+
+class SideWaits:
+    """Keeps waits of streams beside the main one out of the rows of a tracer, and puts the main one's in."""
+
+    def __init__(self, tracer: Tracer, clock: DeviceClock) -> None:
+        self._tracer, self._clock = tracer, clock
+        self._follower = StreamFollower(lambda: clock.main, self._main_waits)
+
+    def takes(self, unit: int) -> bool:
+        """The stream that is current waits for a unit. True where it is not the main one: then it is no row."""
+        stream = self._clock.stream_beside()
+        if stream is None:
+            return False
+        self._follower.add(stream, unit)
+        return True
+
+    def follow(self) -> None:
+        """The stream that is current here is the program's main one from now on."""
+        self._clock.follow()
+
+    def _main_waits(self, units: list[int], wait: Callable[[], None]) -> None:
+        start = self._tracer.now()
+        wait()
+        end = self._tracer.now()
+        for unit in units:
+            self._tracer.wait(unit, start, end, blocked=False, is_of_main=True)
+            start = end
+
+
+def follow_streams(tracer: Tracer) -> None:
+    """Have a tracer with the times of the host keep streams apart; one with those of the device does so by itself."""
+    from prism_sdk.runtime.oncuda.clock import DeviceClock
+
+    if tracer.streams is None:
+        tracer.streams = SideWaits(tracer, DeviceClock())
 
 
 def _address(stream: Any) -> int:

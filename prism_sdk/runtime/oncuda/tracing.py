@@ -22,11 +22,13 @@ import torch
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
+from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
-from prism_sdk.runtime.oncuda.streams import StreamFollower
-from prism_sdk.runtime.rows import ASYNC, AWAITS, END, GROUP, KIND, PEER, START
-from prism_sdk.runtime.tracer import ResidentMemory, Tracer
+from prism_sdk.runtime.oncuda.streams import SideWaits
+from prism_sdk.runtime.resident import ResidentMemory
+from prism_sdk.runtime.rows import AWAITS, END, GROUP, KIND, PEER, START
+from prism_sdk.runtime.tracer import Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
 RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
@@ -49,7 +51,7 @@ class DeviceTracer(Tracer):
         self._clock = DeviceClock()
         self.now = self._clock.mark
         self._durations = Durations()
-        self._streams = StreamFollower(lambda: self._clock.main, self._main_waits)
+        self.streams = SideWaits(self, self._clock)
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
@@ -74,41 +76,26 @@ class DeviceTracer(Tracer):
 
     # -- streams beside the main one --------------------------------------------------------------------------------
 
-    def starts_beside(self, unit: int, start: Mark) -> None:
-        """The program asked for `unit` on a stream beside the main one, which came to it at `start`."""
-        self.amend(unit, START, start)
+    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
+        unit = super()._communication(call, posted_ns, seq)
+        if device_of(call) is not None and (beside := self._clock.beside()) is not None:
+            self.amend(unit, START, beside)  # asked for on a stream of its own, which came to it then
+        return unit
 
     def ends_beside(self, unit: int, end: Mark) -> None:
         """`unit` ran on that stream and ends there: it holds up nobody before the main stream waits for that one."""
-        self.amend(unit, END, end)
-        self.amend(unit, ASYNC, 1)
-        self._streams.add(end.stream, unit)
+        self.wait(unit, end, end, blocked=True)
 
-    def waits_beside(self, unit: int) -> bool:
-        """The stream that is current has waited for `unit`; False where that is the main one."""
-        mark = self._clock.beside()
-        if mark is None:
-            return False
-        self._streams.add(mark.stream, unit)
-        return True
+    def _end_beside(self, end_ns: int) -> int:
+        if isinstance(end_ns, Mark) and end_ns.stream != self._clock.main:
+            return end_ns
+        return self._clock.beside() or end_ns
 
     def beside(self) -> Mark | None:
         """This point on the stream that is current, if it is not the main one."""
         return self._clock.beside()
 
-    def _main_waits(self, units: list[int], wait: Callable[[], None]) -> None:
-        start = self.now()
-        wait()
-        end = self.now()
-        for unit in units:
-            self.wait(unit, start, end, blocked=False)
-            start = end
-
     # -- memory -----------------------------------------------------------------------------------------------------
-
-    def optimizer_begins(self) -> None:
-        self._clock.follow()
-        super().optimizer_begins()
 
     def optimizer_ends(self) -> None:
         super().optimizer_ends()

@@ -1,0 +1,230 @@
+"""The seam of a slice on a GPU: ranks run their steps on the device, communication with virtual ranks is stood in for.
+
+Responsible for keeping the streams busy as the job would; times are the device tracer's, and what follows from them the
+calibration strategy's.
+
+Nothing may make the host wait for the device, or the stream runs dry and what is measured is the cost of launching.  So
+results are made on the device where they are large numbers: a rank takes its own contribution for everybody's.  What
+may steer the program (integers, small tensors, what only others know) is the recorded value, through pinned memory and
+without looking at what this rank contributes.  A kernel holds the stream for the transfer of the graph and takes what
+NCCL's would take from computing beside it; so the host gets as far ahead as in the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from prism_sdk.runtime import rows
+from prism_sdk.runtime.calls import COMBINED, Call
+from prism_sdk.runtime.emulate import EmulateSeam
+from prism_sdk.runtime.futures import is_in_background, run_due
+from prism_sdk.runtime.manifest import Expected
+from prism_sdk.runtime.observe import settle_any_source, take_number
+from prism_sdk.runtime.oncuda.occupying import NUM_BLOCKS, Occupier
+from prism_sdk.runtime.oncuda.order import device_of
+from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
+from prism_sdk.runtime.oncuda.tracing import DeviceTracer
+from prism_sdk.runtime.tensors import memory_of
+from prism_sdk.runtime.tracer import now_ns
+from prism_sdk.runtime.work import PrismWork
+from prismtrace import Op
+
+SMALL_BYTES = 65_536
+"""Results up to this size are the recorded ones."""
+
+
+class SliceSeam(EmulateSeam):
+    """Elides what virtual ranks take part in; among the ranks of the slice communication is real."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lanes: dict[int, torch.cuda.Stream] = {}  # group -> the stream that stands for NCCL's
+        self._occupier = Occupier(num_blocks=_num_blocks(self.facts.options.get("occupy")))
+        self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._known: set[tuple[Any, ...]] = set()
+
+    def _holds_streams(self) -> bool:
+        return False  # nothing is released by the graph's times
+
+    def issue(self, call: Call) -> Any:
+        device = device_of(call)
+        if device is None:
+            return super().issue(call)
+        if not self._started:
+            self._started = True
+            self.engine.start(self.tracer.first_ns)
+        call.check()
+        run_due()
+        posted = self.tracer.now()
+        seq = take_number(call)
+        unit = self.tracer.communication(call, posted, seq)
+        one, moved = self.cursor.next(call, step=self.tracer.step)
+        if one.size_may_differ:
+            self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
+            self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)
+        self.cursor.stand_ins.clear()
+        if call.is_p2p and call.peer is None:
+            call.peer = call.group.ranks.index(one.peer or 0)
+            settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
+        if one.stream is None:
+            if isinstance(self.tracer, DeviceTracer) and len(call.group.ranks) > 1 and uses_nccl(call.group.backend):
+                self.tracer.runs(unit, call, in_block=False)
+            return self._issue_real(call, unit, posted)
+        handle = self.engine.post(one.stream, one.seq, now_ns(), shift=self.cursor.shift_of(one))
+        transfer_ns = dict(self.engine.plan.members(handle[0])).get(self.spec.rank, 0)
+        return self._stand_in(call, one, moved, unit, posted, transfer_ns, device)
+
+    def _stand_in(
+        self, call: Call, one: Expected, moved: int, unit: int, posted: int, transfer_ns: int, device: torch.device
+    ) -> PrismWork:  # fmt: skip
+        if call.op is Op.BARRIER:
+            torch.cuda.current_stream(device).synchronize()  # as over NCCL
+        current = torch.cuda.current_stream(device)
+        lane = current
+        if call.is_async:
+            if call.group.group_id not in self._lanes:
+                self._lanes[call.group.group_id] = torch.cuda.Stream(device)
+            lane = self._lanes[call.group.group_id]
+            lane.wait_stream(current)
+        scratch = nccl_scratch(call, device)
+        with torch.cuda.stream(lane), torch.no_grad():
+            self._occupier.occupy(transfer_ns)
+            self._give(call, one, moved)
+        done = torch.cuda.Event()
+        done.record(lane)
+        held = [scratch]
+
+        def again() -> None:
+            stream = torch.cuda.current_stream(device)
+            if stream != lane:
+                stream.wait_event(done)
+
+        def complete(timeout: timedelta | None) -> None:
+            start = self.tracer.now() if call.is_async else posted
+            again()
+            held.clear()
+            if not is_in_background():
+                self.tracer.wait(unit, start, self.tracer.now(), blocked=False)
+
+        work = PrismWork(complete, done.query, call.outputs, is_async=call.is_async, again=again,
+                         late_wait=self._late_wait(unit))  # fmt: skip
+        work.source = -1 if call.peer is None else call.peer
+        if call.op is Op.BARRIER and not call.is_async:
+            work.wait()
+        return work
+
+    def _late_wait(self, unit: int) -> Callable[[], None]:
+        return lambda: self.tracer.wait(unit, self.tracer.now(), self.tracer.now(), blocked=False)
+
+    def summary(self) -> dict[str, object]:
+        return {**super().summary(), "occupied_by": self._occupier.kind or "nothing"}
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _give(self, call: Call, one: Expected, moved: int) -> None:
+        """Put results in place on the current stream."""
+        if not is_large_number(call):
+            if one.sources:
+                self._give_recorded(call, one, moved)
+            else:
+                give_own(call)
+                self.num_without_values += bool(call.deliveries or call.receive_tensors)
+            return
+        if one.sources:
+            self.pool.announce(one.first_item + moved)
+            self.pool.release(one.first_item + moved, len(one.sources))
+        give_own(call)
+
+    def _give_recorded(self, call: Call, one: Expected, moved: int) -> None:
+        first = one.first_item + moved
+        self.pool.announce(first)
+        key = (call.group.group_id, one.op, one.peer, call.num_elements_in, call.num_elements_out)
+        is_kept = sum(tensor.nbytes for tensor in call.outputs) > SMALL_BYTES
+        is_known = is_kept and key in self._known  # large: the values of the first time, already at hand
+        self._known.add(key)
+        by_source: dict[int, memoryview] = {}
+        if not is_known:
+            by_source = dict(zip(one.sources, self.pool.take(first, len(one.sources)), strict=True))
+        for number, (tensor, source, offset) in enumerate(_pieces(call, one)):
+            if is_known and (*key, number) in self._pinned:
+                tensor.detach().copy_(self._pinned[*key, number], non_blocking=True)
+            elif source in by_source:
+                pinned = place(tensor, by_source[source][offset : offset + tensor.nbytes])
+                if is_kept:
+                    self._pinned[*key, number] = pinned
+            else:
+                _copy_own(call, tensor, offset)
+        self.pool.release(first, len(one.sources))
+
+
+def _num_blocks(option: str | None) -> int:
+    """What `-O occupy` says: a number of thread blocks, or `off`."""
+    return NUM_BLOCKS if option is None else int(option) if option.isdigit() else 0
+
+
+def is_large_number(call: Call) -> bool:
+    """Whether the values of a call are numbers that steer nothing, and this rank has some of its own in their place."""
+    tensors = [tensor for tensor in (*call.outputs, *call.contribution) if tensor.numel()]
+    return (
+        call.has_contribution
+        and bool(tensors)
+        and all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+        and max(sum(t.nbytes for t in call.outputs), sum(t.nbytes for t in call.contribution)) > SMALL_BYTES
+    )
+
+
+def place(tensor: torch.Tensor, values: memoryview) -> torch.Tensor:
+    """Copy bytes into a tensor of a GPU without waiting for it; returns the pinned memory that holds them."""
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    view = memory_of(pinned)
+    view[: len(values)] = values
+    if len(values) < len(view):  # sizes that differ from step to step: zeros behind
+        view[len(values) :] = bytes(len(view) - len(values))
+    tensor.detach().copy_(pinned, non_blocking=True)
+    return pinned
+
+
+def give_own(call: Call) -> None:
+    """Fill the outputs of a call as if every member contributed what this one does, on the device."""
+    for delivery in call.deliveries:
+        _copy_own(call, delivery.tensor, delivery.offset_bytes)
+    for tensor in call.receive_tensors or ():
+        _copy_own(call, tensor, 0)
+
+
+def _pieces(call: Call, one: Expected) -> list[tuple[torch.Tensor, int, int]]:
+    """What is to be filled: tensor, the member (or COMBINED) whose bytes it takes, and where in these they begin."""
+    pieces, done = [], 0
+    for delivery in call.deliveries:
+        # a recorded result holds what this rank received, not everybody's
+        offset = done if delivery.source == COMBINED else delivery.offset_bytes
+        pieces.append((delivery.tensor, delivery.source, offset))
+        done += delivery.tensor.nbytes
+    me = call.group.group_rank
+    for member, tensor in enumerate(call.receive_tensors or ()):
+        splits = (call.send_bytes or ()) if member == me else one.send_bytes.get(member, ())
+        pieces.append((tensor, member, sum(splits[:me])))
+    return pieces
+
+
+def _copy_own(call: Call, tensor: torch.Tensor, offset_bytes: int) -> None:
+    """Copy bytes of this rank's contribution, from an offset in it on, as far as there are any."""
+    target = tensor.detach()
+    for part in call.contribution:
+        if offset_bytes >= part.nbytes:
+            offset_bytes -= part.nbytes
+            continue
+        if part.data_ptr() + offset_bytes == target.data_ptr():
+            return  # in place
+        source = part.detach().contiguous().view(-1).view(torch.uint8)[offset_bytes:]
+        if target.is_contiguous():
+            flat = target.view(-1).view(torch.uint8)
+            count = min(flat.numel(), source.numel())
+            flat[:count].copy_(source[:count])
+        elif source.numel() >= target.nbytes:
+            target.copy_(source[: target.nbytes].view(target.dtype).view(target.shape))
+        return

@@ -73,8 +73,8 @@ def _named(values: Iterable[Any]) -> int:
     """The reduction among the arguments of a method of ProcessGroup: in its options, or by itself."""
     for value in values:
         op: Any = getattr(value, "reduceOp", value)
-        if isinstance(op, ReduceOp):
-            op = op.op  # type: ignore[attr-defined]
+        if not isinstance(op, ReduceOp.RedOpType):
+            op = getattr(op, "op", None)
         if isinstance(op, ReduceOp.RedOpType):
             return int(op.value)
     return _SUM

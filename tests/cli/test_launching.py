@@ -261,12 +261,12 @@ BAD = {
     "unknown option of a strategy": (
         ["calibrate", "--graph", "bare.prism", "-O", "pases=1", "train.py"],
         2,
-        "with 'slices' and 'local' there are: passes, prefetch_bytes, transfers, warmup_steps",
+        "with 'slices' and 'local' there are: cluster, device_pool_bytes, occupy, passes, prefetch_bytes, transfers,",
     ),
     "unknown option of a backend": (
         ["emulate", "--graph", "calibrated.prism", "-O", "x=1", "train.py"],
         2,
-        "with 'local' there are: prefetch_bytes",
+        "with 'local' there are: device_pool_bytes, occupy, prefetch_bytes",
     ),
 }
 

@@ -140,7 +140,8 @@ def load_job(
             notes.append(f"the trace is large: steps {steps.start} to {steps.stop - 1} are analysed")
     graph, problem = _graph(reader, with_units, steps)
     if not len(graph):
-        raise UsageError(f"{reader.path} has no units in steps {steps.start}:{steps.stop}" if steps else reader.path)
+        raise UsageError(f"{reader.path} has no units in steps {steps.start}:{steps.stop}" if steps is not None
+                         else f"{reader.path} has no units of these ranks")  # fmt: skip
     if problem:
         notes.append(f"communication of different ranks is not joined: {problem}")
     timed = (graph.columns["start_ns"] != ABSENT) & (graph.columns["end_ns"] != ABSENT)

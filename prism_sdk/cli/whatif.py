@@ -83,7 +83,10 @@ def expand_variants(texts: tuple[str, ...]) -> list[tuple[str, Scenario]]:
     for text in texts:
         name, _, options = text.partition("=") if not text.lstrip().startswith("-") else ("", "", text)
         for chosen in _expanded(options):
-            words = shlex.split(chosen)
+            try:
+                words = shlex.split(chosen)
+            except ValueError as error:  # a quotation that does not end
+                raise UsageError(f"variant {text!r}: {error}") from error
             label = " ".join(words).replace("--", "") if not name or "{" in options else name
             found.append((f"{name}: {label}" if name and "{" in options else label, _parse(words, text)))
     return found

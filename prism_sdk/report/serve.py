@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, urlsplit
 
-from prism_sdk.errors import PrismError
+from prism_sdk.errors import PrismError, UsageError
 from prism_sdk.report.page import asset
 from prismtrace import PrismTraceError
 
@@ -198,13 +198,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(name, asked.query)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+        except UsageError as error:  # there is no such step
+            self._send(HTTPStatus.NOT_FOUND, f"{error}\n".encode(), "text/plain; charset=utf-8")
         except (PrismError, PrismTraceError, OSError) as error:
             self._send(HTTPStatus.INTERNAL_SERVER_ERROR, f"{error}\n".encode(), "text/plain; charset=utf-8")
 
     def _answer(self, name: str, query: str) -> None:
         if name == "":
             step = parse_qs(query).get("step", [""])[0]
-            number = int(step) if re.fullmatch(r"\d{1,9}", step) else None
+            if step and not re.fullmatch(r"[0-9]{1,9}", step):
+                self._fail(HTTPStatus.BAD_REQUEST)
+                return
+            number = int(step) if step else None
             self._send(HTTPStatus.OK, self._owner.page(number), "text/html; charset=utf-8")
         elif name == "trace.prism":
             self._send_file(self._owner.path, "application/vnd.prismtrace")

@@ -88,8 +88,8 @@ class Loader:
 
     def _room(self, size: int) -> dict[str, npt.NDArray[Any]]:
         """Arrays to work in, at least so long; made anew only for a longer rank."""
-        if size > self._size:
-            self._size = max(size, 2 * self._size)
+        if size > self._size or not self._work:
+            self._size = max(size, 2 * self._size, 1)
             work: dict[str, npt.NDArray[Any]] = {
                 name: np.zeros(self._size, dtype=np.int64)
                 for name in ("last_wait", "free", "lane_row", "lane_count", "lane_check")
@@ -322,6 +322,9 @@ def load(
     with _no_collector():
         for rank in chosen:
             _take(reader, rank, loader, steps=steps, change=change, with_sizes=with_sizes)
+    if chosen and not loader._num_weights and steps is not None:
+        raise UsageError(f"{reader.path} has no units in steps {steps.start}:{steps.stop}",
+                         hint="`prism info` says which steps there are")  # fmt: skip
     if not chosen or not loader._num_weights:
         raise GraphError(f"{reader.path} has no units at all: there is nothing to simulate")
     try:

@@ -20,6 +20,9 @@ Int64Array = npt.NDArray[np.int64]
 _WORDS = ("data parallel", "data-parallel", "dp", "fsdp")
 
 
+_MOST_RANKS = 1 << 20
+
+
 @dataclass(frozen=True)
 class DataParallel:
     """The job with ``size`` replicas. Replica i of the new job does what replica i modulo the old number did.
@@ -37,6 +40,8 @@ class DataParallel:
         """Copy or drop replicas; raises UsageError where the job does not consist of equal replicas."""
         if self.size < 1:
             raise UsageError("a job has at least one replica")
+        if self.size > _MOST_RANKS:
+            raise UsageError(f"{self.size} replicas are too many: a job has at most {_MOST_RANKS} ranks")
         wide = self._wide_groups(job)
         parts = _components(job, wide)
         num = len(parts)
@@ -46,11 +51,16 @@ class DataParallel:
             names = sorted(_name(job, g) for g in wide)[:6]
             raise UsageError(f"{job.source} does not fall into equal replicas without the groups {names}",
                              hint="name the data-parallel groups: --dp-groups")  # fmt: skip
+        if self.size * len(parts[0]) > _MOST_RANKS:
+            raise UsageError(f"{self.size} replicas of {len(parts[0])} ranks are too many: a job has at most "
+                             f"{_MOST_RANKS} ranks")  # fmt: skip
         chosen = [parts[index % num] for index in range(self.size)]
         old = np.concatenate(chosen)
         lanes, groups = self._lanes(job, wide, chosen)
         programs = _rescaled_gathers(job, wide, num / self.size)
         note = f"{self.size} data-parallel replicas in place of {num}"
+        if self.size != num:
+            note += "; transfers of groups that grow or shrink are as they were, unless a cluster profile gives them"
         return replace(
             job, world_size=len(old), ranks=np.arange(len(old), dtype=np.int64), lanes=lanes, groups=groups,
             programs=programs, program=job.program[old], weight_base=job.weight_base[old],

@@ -78,6 +78,9 @@ class Remove:
         return _take(columns, kept, np.where(awaits[kept] == ABSENT, ABSENT, place[target]))
 
 
+_MOST_ROWS = 1_000_000
+
+
 @dataclass(frozen=True)
 class Microbatches:
     """Another number of microbatches, or another schedule, for a pipeline whose units name microbatch and stage.
@@ -133,6 +136,9 @@ class Microbatches:
         if len(np.unique(stage)) != 1:
             raise UsageError(f"rank {rank} has units of several stages: interleaved schedules cannot be changed yet")
         count = self.count or len(old)
+        if count * len(named) // len(old) > _MOST_ROWS:
+            raise UsageError(f"{count} microbatches make more than {_MOST_ROWS:,} units in a step of rank {rank}",
+                             hint="take fewer: beyond some hundred a step only grows in proportion")  # fmt: skip
         warmup = count if self.schedule == "gpipe" else min(self.num_stages - int(stage[0]) - 1, count)
         sequence = [(int(Phase.FORWARD), m) for m in range(warmup)]
         for m in range(warmup, count):

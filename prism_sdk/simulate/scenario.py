@@ -174,14 +174,18 @@ def with_links(cluster: Cluster, links: tuple[str, ...]) -> Cluster:
     return cluster
 
 
+_LARGEST_FACTOR = 1_000_000
+
+
 def _factor(text: str) -> tuple[str, float]:
     where, colon, factor = text.rpartition(":")
     try:
         number = float(factor)
     except ValueError:
         number = -1.0
-    if not colon or not number >= 0 or not math.isfinite(number):
-        raise UsageError(f"{text!r} is not WHERE:FACTOR", hint="for instance rank=17:1.3 or op=all_reduce:0.5")
+    if not colon or not 0 <= number <= _LARGEST_FACTOR:
+        raise UsageError(f"{text!r} is not WHERE:FACTOR, with a factor from 0 to {_LARGEST_FACTOR:,}",
+                         hint="for instance rank=17:1.3 or op=all_reduce:0.5")  # fmt: skip
     return where, number
 
 

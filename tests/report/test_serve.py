@@ -138,7 +138,8 @@ def test_the_page_and_another_step(server: TraceServer) -> None:
     assert status == 200 and headers["Cache-Control"] == "no-store" and b"Open in Perfetto" in body
     assert b'"step":2' in ask(server, "?step=2")[2] or b'"step": 2' in ask(server, "?step=2")[2]
     status, _, body = ask(server, "?step=77")
-    assert status == 500 and b"no step 77" in body
+    assert status == 404 and b"no step 77" in body
+    assert [ask(server, f"?step={word}")[0] for word in ("-1", "abc", "1" * 23)] == [400] * 3
     assert server.token.encode() not in body
 
 

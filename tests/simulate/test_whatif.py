@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from prismtrace import GraphKind, Op, UnitKind
 from tests.graph.jobs import Program, random_program
 from tests.simulate.pipelines import BACKWARD_NS, FORWARD_NS, pipeline
 from tests.simulate.reference import reference, rows_of, write
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "sample_trace.py"
 
 
 def _job(folder: Path, seed: int) -> tuple[Program, Path]:
@@ -244,3 +248,27 @@ def test_a_slow_rank_agrees_with_a_real_run(tmp_path: Path) -> None:
         if errors[-1] < 0.02:
             return
     pytest.fail(f"predictions were off by {errors}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["simulate", "--steps", "900:910"], "no units in steps 900:910"),
+        (["simulate", "--slow", "rank=0:1e300"], "with a factor from 0 to 1,000,000"),
+        (["simulate", "--slow", "rank=0:-1"], "with a factor from 0 to 1,000,000"),
+        (["simulate", "--dp", "1000000000"], "a job has at most 1048576 ranks"),
+        (["simulate", "--microbatches", "100000000"], "make more than 1,000,000 units in a step of rank 0"),
+        (["sweep", "--variant", "--slow 'x"], "No closing quotation"),
+        (["analyze", "--max-gap-us", "1e400"], "is not in the range"),
+        (["analyze", "--max-gap-us", "nan"], "not a number"),
+        (["analyze", "--steps", "99999999999999999999:"], "has no units in steps"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_out_of_bounds_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    path = tmp_path / "job.prism"
+    subprocess.run([sys.executable, EXAMPLE, path], check=True, stdout=subprocess.DEVNULL)
+    assert run([words[0], str(path), *words[1:]]) == 2
+    assert message in capsys.readouterr().err

@@ -26,7 +26,7 @@ FRAME = struct.Struct("<4sBBHIIQII")
 MARKER = b"\xf6PRc"
 TABLES = ("units", "steps", "scalars", "events", "tracks")
 
-READ_LIMIT_S = 5.0
+READ_LIMIT_S = 20.0
 MEMORY_LIMIT_BYTES = 256 << 20
 HOSTILE_RESULT_BYTES = 32 << 20
 

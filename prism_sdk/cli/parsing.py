@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 
+from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import ScriptNotFoundError
 from prism_sdk.runtime.config import StepRange
 
@@ -37,8 +38,6 @@ __all__ = [
     "parse_target",
     "parse_time_window",
 ]
-
-_MAX_RANKS = 1 << 20
 
 
 def _number(text: str, *, what: str, whole: str) -> int:
@@ -62,8 +61,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         last = _number(last_text, what="a rank number", whole=text) if dash else first
         if last < first:
             raise ValueError(f"the range {part.strip()!r} runs backwards; write {last}-{first}")
-        if last >= _MAX_RANKS:
-            raise ValueError(f"the rank {last} is above the largest possible, {_MAX_RANKS - 1}")
+        if last >= MAX_RANKS:
+            raise ValueError(f"the rank {last} is above the largest possible, {MAX_RANKS - 1}")
         again = found.intersection(range(first, last + 1))
         if again:
             raise ValueError(f"rank {min(again)} is named twice in {text!r}")
@@ -168,8 +167,8 @@ def _nproc(text: str) -> int:
             raise ValueError("'gpu' was given, and this machine has no NVIDIA GPU; give a number")
         return devices or os.cpu_count() or 1
     value = _number(text, what="a number, or one of auto, cpu, gpu", whole=text)
-    if not 1 <= value <= _MAX_RANKS:
-        raise ValueError(f"{text} is not between 1 and {_MAX_RANKS}")
+    if not 1 <= value <= MAX_RANKS:
+        raise ValueError(f"{text} is not between 1 and {MAX_RANKS}")
     return value
 
 

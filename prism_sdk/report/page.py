@@ -5,7 +5,6 @@ The page forbids itself the network: its content security policy allows inline s
 
 from __future__ import annotations
 
-import contextlib
 import html
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from prism_sdk.errors import OutputError
+from prism_sdk.writing import write_whole
 
 __all__ = ["page_html", "write_report"]
 
@@ -64,13 +64,5 @@ def write_report(content: Mapping[str, Any], path: str | os.PathLike[str], *, ov
     if output.exists() and not overwrite:
         raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
     text = page_html(content, title=f"Prism: {content['file']}").encode("utf-8")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(text)
-        os.replace(temporary, output)
-    except OSError as error:
-        raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+    write_whole(text, output)
     return len(text)

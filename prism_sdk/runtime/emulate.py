@@ -109,7 +109,8 @@ class EmulateSeam(Seam):
 
     # -- one operation ----------------------------------------------------------------------------------------------
 
-    def issue(self, call: Call) -> Any:
+    def begin(self, call: Call) -> tuple[int, int, int, Expected, int]:
+        """Write the unit of a call, and find what it meets: (posted, number, unit, expected, moved)."""
         if not self._started:
             self._started = True
             self.engine.start(self.tracer.first_ns)
@@ -124,6 +125,10 @@ class EmulateSeam(Seam):
         if one.size_may_differ:  # members see the recorded ranks' sizes or their own; the trace says one of the two
             self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
             self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)
+        return posted, seq, unit, one, moved
+
+    def issue(self, call: Call) -> Any:
+        posted, seq, unit, one, moved = self.begin(call)
         while self.cursor.stand_ins:
             met, meant = self.cursor.stand_ins.pop()
             if met.stream is not None and meant.stream is not None:

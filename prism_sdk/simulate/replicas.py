@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.job import Lanes, Programs, SimJob
 from prismtrace import Op, ProcessGroup
@@ -18,9 +19,6 @@ __all__ = ["DataParallel"]
 
 Int64Array = npt.NDArray[np.int64]
 _WORDS = ("data parallel", "data-parallel", "dp", "fsdp")
-
-
-_MOST_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,8 @@ class DataParallel:
         """Copy or drop replicas; raises UsageError where the job does not consist of equal replicas."""
         if self.size < 1:
             raise UsageError("a job has at least one replica")
-        if self.size > _MOST_RANKS:
-            raise UsageError(f"{self.size} replicas are too many: a job has at most {_MOST_RANKS} ranks")
+        if self.size > MAX_RANKS:
+            raise UsageError(f"{self.size} replicas are too many: a job has at most {MAX_RANKS} ranks")
         wide = self._wide_groups(job)
         parts = _components(job, wide)
         num = len(parts)
@@ -51,9 +49,9 @@ class DataParallel:
             names = sorted(_name(job, g) for g in wide)[:6]
             raise UsageError(f"{job.source} does not fall into equal replicas without the groups {names}",
                              hint="name the data-parallel groups: --dp-groups")  # fmt: skip
-        if self.size * len(parts[0]) > _MOST_RANKS:
+        if self.size * len(parts[0]) > MAX_RANKS:
             raise UsageError(f"{self.size} replicas of {len(parts[0])} ranks are too many: a job has at most "
-                             f"{_MOST_RANKS} ranks")  # fmt: skip
+                             f"{MAX_RANKS} ranks")  # fmt: skip
         chosen = [parts[index % num] for index in range(self.size)]
         old = np.concatenate(chosen)
         lanes, groups = self._lanes(job, wide, chosen)

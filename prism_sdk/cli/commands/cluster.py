@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
-from prism_sdk.cli.outputs import check_output, overwrite_option, write_text
+from prism_sdk.cli.outputs import check_output, overwrite_option
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
+from prism_sdk.writing import write_whole
 
 if TYPE_CHECKING:
     from prism_sdk.cluster import Cluster, Table
@@ -123,7 +124,7 @@ def _write(text: str, output: Path | None) -> None:
     if output is None:
         click.echo(text, nl=False)
     else:
-        write_text(text, output)
+        write_whole(text.encode(), output)
 
 
 def _show(cluster: Cluster) -> None:

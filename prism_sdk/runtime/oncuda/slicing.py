@@ -18,12 +18,11 @@ from typing import Any
 
 import torch
 
-from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.emulate import EmulateSeam
-from prism_sdk.runtime.futures import is_in_background, run_due
+from prism_sdk.runtime.futures import is_in_background
 from prism_sdk.runtime.manifest import Expected
-from prism_sdk.runtime.observe import settle_any_source, take_number
+from prism_sdk.runtime.observe import settle_any_source
 from prism_sdk.runtime.oncuda.occupying import NUM_BLOCKS, Occupier
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
@@ -54,18 +53,7 @@ class SliceSeam(EmulateSeam):
         device = device_of(call)
         if device is None:
             return super().issue(call)
-        if not self._started:
-            self._started = True
-            self.engine.start(self.tracer.first_ns)
-        call.check()
-        run_due()
-        posted = self.tracer.now()
-        seq = take_number(call)
-        unit = self.tracer.communication(call, posted, seq)
-        one, moved = self.cursor.next(call, step=self.tracer.step)
-        if one.size_may_differ:
-            self.tracer.amend(unit, rows.COUNT_IN, one.num_elements_in)
-            self.tracer.amend(unit, rows.COUNT_OUT, one.num_elements_out)
+        posted, _, unit, one, moved = self.begin(call)
         self.cursor.stand_ins.clear()
         if call.is_p2p and call.peer is None:
             call.peer = call.group.ranks.index(one.peer or 0)

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UnsupportedError, UsageError
 from prism_sdk.runtime.roles.layout import Families, Family, GroupFact
 from prism_sdk.runtime.roles.mapping import Mapper
@@ -25,8 +26,6 @@ from prismtrace import Op, ProcessGroup, TableKind, TraceReader, TraceWriter, ad
 from prismtrace.model import ABSENT32, DType
 
 Int64Array = NDArray[np.int64]
-
-MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True)

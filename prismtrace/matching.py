@@ -6,6 +6,7 @@ Does not compute times; it holds a few numbers for each collective, not the unit
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -27,10 +28,10 @@ class Matching:
         self._groups = groups
         self._collectives: dict[int, list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]] = {}
         self._lanes: dict[bool, list[NDArray[np.void]]] = {True: [], False: []}
-        self._problems: list[Problem] = []
 
-    def add(self, rank: int, units: UnitTable) -> None:
-        """Takes in the units of one rank."""
+    def add(self, rank: int, units: UnitTable) -> list[Problem]:
+        """Takes in the units of one rank; returns what is wrong with them by themselves."""
+        problems: list[Problem] = []
         known = units.seq != ABSENT
         rows = np.flatnonzero((units.kind == UnitKind.COLLECTIVE) & known)
         for group_id in np.unique(units.group_id[rows]).tolist():
@@ -41,35 +42,34 @@ class Matching:
                 twice = np.flatnonzero(count > 1)
                 if len(twice):
                     message = f"seq {seq[twice[0]]} of group {group_id} occurs {count[twice[0]]} times"
-                    self._problems.append(("PT030", message, f"rank {rank}"))
+                    problems.append(("PT030", message, f"rank {rank}"))
                 mine = mine[first]
             what = units.op[mine].astype(np.int64) << 8 | units.reduce_op[mine]
             self._collectives.setdefault(group_id, []).append((rank, seq, what))
         for is_send, kind in ((True, UnitKind.SEND), (False, UnitKind.RECV)):
             rows = np.flatnonzero((units.kind == kind) & known & (units.peer != ABSENT32))
             if len(rows):
-                self._add_lanes(rank, units, rows, is_send=is_send)
+                problems += self._add_lanes(rank, units, rows, is_send=is_send)
+        return problems
 
-    def _add_lanes(self, rank: int, units: UnitTable, rows: NDArray[np.intp], *, is_send: bool) -> None:
+    def _add_lanes(self, rank: int, units: UnitTable, rows: NDArray[np.intp], *, is_send: bool) -> list[Problem]:
         lane = np.zeros(len(rows), _LANE)
         lane["group"], lane["tag"], lane["seq"] = units.group_id[rows], units.tag[rows], units.seq[rows]
         lane["src"], lane["dst"] = (rank, units.peer[rows]) if is_send else (units.peer[rows], rank)
         distinct, count = np.unique(lane, return_counts=True)
-        if (count > 1).any():
-            what = "send" if is_send else "receive"
-            self._problems.append(
-                ("PT030", f"{what} {_lane_text(distinct[count > 1][0])} occurs twice", f"rank {rank}")
-            )
         self._lanes[is_send].append(distinct)
+        if not (count > 1).any():
+            return []
+        what = "send" if is_send else "receive"
+        return [("PT030", f"{what} {_lane_text(distinct[count > 1][0])} occurs twice", f"rank {rank}")]
 
     def problems(self, ranks: Collection[int]) -> Iterator[Problem]:
         """What does not match, among the ranks that have data."""
-        yield from self._problems
         present = set(ranks)
         for group_id, parts in self._collectives.items():
             group = self._groups.get(group_id)
             members = set(group.ranks) & present if group else {rank for rank, _, _ in parts}
-            yield from list(self._group_problems(group_id, parts, len(members)))[:_MAX_PROBLEMS_PER_GROUP]
+            yield from islice(self._group_problems(group_id, parts, len(members)), _MAX_PROBLEMS_PER_GROUP)
         if not self.incomplete:
             yield from self._lane_problems(present)
 

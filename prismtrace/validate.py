@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, Final
 
 import numpy as np
@@ -56,10 +57,8 @@ def validate(
     except PrismTraceError as error:
         return [_unreadable(error)]
     with reader:
-        for part in _checks(reader, deep=deep, progress=progress or (lambda done, total: None)):
-            found.extend(part)
-            if len(found) >= max_findings:
-                break
+        checks = _checks(reader, deep=deep, progress=progress or (lambda done, total: None))
+        found.extend(islice(checks, max(0, max_findings - len(found))))  # one by one: a small file names many ranks
     found.sort(key=lambda item: (item.severity, item.code))
     return found[:max_findings]
 
@@ -77,8 +76,8 @@ def _unreadable(error: PrismTraceError) -> Finding:
     return finding("PT001", message, "file" if offset is None else f"byte {offset}")
 
 
-def _checks(reader: TraceReader, *, deep: bool, progress: Callable[[int, int], None]) -> Iterable[list[Finding]]:
-    yield _groups(reader)
+def _checks(reader: TraceReader, *, deep: bool, progress: Callable[[int, int], None]) -> Iterator[Finding]:
+    yield from _groups(reader)
     yield from _roles(reader)
     matching = Matching(reader.groups)
     waits = WaitGraph()
@@ -90,54 +89,50 @@ def _checks(reader: TraceReader, *, deep: bool, progress: Callable[[int, int], N
             yield from _rank(reader, rank, matching, waits, missing, same, members)
         except TraceFormatError as error:
             where = f"rank {rank}" if error.offset is None else f"rank {rank}, byte {error.offset}"
-            yield [finding("PT003", error.message, where)]
+            yield finding("PT003", error.message, where)
             matching.incomplete = True
-    yield [finding(code, message, where) for code, message, where in matching.problems(reader.ranks)]
+    for code, message, where in matching.problems(reader.ranks):
+        yield finding(code, message, where)
     if not matching.incomplete:
-        yield [finding("PT034", cycle.text, counted(len(cycle.ranks), "rank")) for cycle in waits.cycles()]
+        for cycle in waits.cycles():
+            yield finding("PT034", cycle.text, counted(len(cycle.ranks), "rank"))
     for digest, count in missing.items():
-        yield [finding("PT050", f"payload {digest.hex()} is not in the file", counted(count, "unit"))]
+        yield finding("PT050", f"payload {digest.hex()} is not in the file", counted(count, "unit"))
     for name, digest in reader.attachments.items():
         if not reader.has_payload(digest):
-            yield [finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")]
+            yield finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")
     if deep:
         yield from _payloads(reader)
 
 
-def _groups(reader: TraceReader) -> list[Finding]:
-    found = []
+def _groups(reader: TraceReader) -> Iterator[Finding]:
     world = reader.world_size
     for group in reader.groups.values():
         where = f"group {group.group_id} ({group.name})"
         if group.group_id == 0:
-            found.append(finding("PT015", "0 says that a unit has no group", where))
+            yield finding("PT015", "0 says that a unit has no group", where)
         if not group.ranks or len(set(group.ranks)) != len(group.ranks):
-            found.append(finding("PT011", f"members {group.ranks[:8]}", where))
-        outside = [rank for rank in group.ranks if rank < 0 or (world and rank >= world)]
-        if outside:
-            found.append(finding("PT010", f"member {outside[0]} in a world of {world}", where))
-    found.extend(
-        finding("PT010", f"the world has {counted(world, 'rank')}", f"rank {rank}")
-        for rank in reader.ranks
-        if world and rank >= world
-    )
-    return found
+            yield finding("PT011", f"members {group.ranks[:8]}", where)
+        outside = next((rank for rank in group.ranks if rank < 0 or (world and rank >= world)), None)
+        if outside is not None:
+            yield finding("PT010", f"member {outside} in a world of {world}", where)
+    for rank in reader.ranks:
+        if world and rank >= world:
+            yield finding("PT010", f"the world has {counted(world, 'rank')}", f"rank {rank}")
 
 
-def _roles(reader: TraceReader) -> Iterable[list[Finding]]:
+def _roles(reader: TraceReader) -> Iterator[Finding]:
     """What roles hold: a rank that has a column of its own does not show what is wrong in that of its role."""
     if reader.graph_kind not in set(GraphKind):
-        yield [finding("PT026", f"unknown kind of graph {reader.graph_kind}", "header")]
+        yield finding("PT026", f"unknown kind of graph {reader.graph_kind}", "header")
     for role in reader.roles:
         try:
             for kind in COLUMNS:
                 table = reader.role_table(role, kind)
-                yield [
-                    finding("PT006", message, f"role {role}, row {row}")
-                    for row, message in rows_outside(reader, table, role=role)
-                ]
+                for row, message in rows_outside(reader, table, role=role):
+                    yield finding("PT006", message, f"role {role}, row {row}")
         except TraceFormatError as error:
-            yield [finding("PT003", error.message, f"role {role}, byte {error.offset}")]
+            yield finding("PT003", error.message, f"role {role}, byte {error.offset}")
 
 
 class _Members:
@@ -155,42 +150,40 @@ class _Members:
         return self._known[group_id]
 
 
-def _extents(reader: TraceReader, tables: Iterable[Table], same: Unchanged) -> list[Finding]:
+def _extents(reader: TraceReader, tables: Iterable[Table], same: Unchanged) -> Iterator[Finding]:
     """Rows that are not where the index says: a search by step or time would miss them."""
-    found: list[Finding] = []
     for table in tables:
         what = reader.chunk_ranges(table.table, table.rank).tobytes()
         if same.is_known(what, table, _EXTENTS):
             continue
-        bad = [
-            finding("PT006", message, f"rank {table.rank}, row {row} of {table.table.name.lower()}")
-            for row, message in rows_outside(reader, table)
-        ]
-        found += bad
-        if not bad:
+        right = True
+        for row, message in rows_outside(reader, table):
+            right = False
+            yield finding("PT006", message, f"rank {table.rank}, row {row} of {table.table.name.lower()}")
+        if right:
             same.keep(what, table, _EXTENTS)
-    return found
 
 
 def _rank(
     reader: TraceReader, rank: int, matching: Matching, waits: WaitGraph, missing: Counter[bytes], same: Unchanged,
     members: _Members,
-) -> Iterable[list[Finding]]:  # fmt: skip
+) -> Iterator[Finding]:  # fmt: skip
     for kind in COLUMNS:
         if gap := reader.missing_rows(kind, rank):
-            yield [finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")]
+            yield finding("PT005", f"{kind.name.lower()} {gap[0]} .. {gap[1] - 1} are missing", f"rank {rank}")
     units, steps, scalars = reader.units(rank), reader.steps(rank), reader.scalars(rank)
     events, tracks = reader.events(rank), reader.tracks(rank)
-    yield _extents(reader, (units, steps, scalars, events, tracks), same)
+    yield from _extents(reader, (units, steps, scalars, events, tracks), same)
     if not same.is_known("steps", steps, _OF_STEPS):
         wrong = _steps(steps, rank)
-        yield wrong
+        yield from wrong
         if not wrong:
             same.keep("steps", steps, _OF_STEPS)
     if len(events) or len(tracks):
-        yield list(_events(events, tracks, units))
-    yield _UnitChecks(units, rank).run(reader.world_size, members, same)
-    matching.add(rank, units)
+        yield from _events(events, tracks, units)
+    yield from _UnitChecks(units, rank).run(reader.world_size, members, same)
+    for code, message, where in matching.add(rank, units):
+        yield finding(code, message, where)
     waits.add(rank, units)
     if same.is_known("payloads", units, _PAYLOADS):
         return
@@ -341,7 +334,7 @@ def _among(values: NDArray[Any], rising: NDArray[np.int64]) -> NDArray[np.bool_]
     return np.asarray(rising[place] == values)
 
 
-def _payloads(reader: TraceReader) -> Iterable[list[Finding]]:
+def _payloads(reader: TraceReader) -> Iterator[Finding]:
     for digest in reader.payload_digests:
         try:
             right = payload_digest(reader.payload(digest)) == digest
@@ -349,7 +342,7 @@ def _payloads(reader: TraceReader) -> Iterable[list[Finding]]:
         except TraceFormatError as error:
             right, message = False, error.message
         if not right:
-            yield [finding("PT004", message, f"payload {digest.hex()}")]
+            yield finding("PT004", message, f"payload {digest.hex()}")
 
 
 def has_errors(findings: Iterable[Any]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import random
 import struct
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,22 @@ def test_an_index_entry_too_short_for_a_record() -> None:
             with pytest.raises(TraceFormatError) as caught:
                 reader.units(reader.ranks[0])
             assert caught.value.offset == chunk
+
+
+def test_findings_of_a_million_ranks_take_no_more_memory_than_those_that_are_returned() -> None:
+    records, magic = load("stacked")
+    footer = next(record for record in records if record.kind == FOOTER)
+    place = bytes(footer.meta).index(struct.pack("<iIi", 9, 1, 1))
+    footer.meta[place : place + 12] = struct.pack("<iIi", 9, 900_000, 1)
+    raw = put_together(records, magic, finished=True)
+    tracemalloc.start()
+    try:
+        found = prismtrace.validate(io.BytesIO(raw), max_findings=50)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert {item.code for item in found} == {"PT010"} and len(found) == 50
+    assert peak < 160 << 20
 
 
 def test_a_dictionary_of_empty_strings_without_end() -> None:

@@ -25,6 +25,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── TraceMismatchError         rank, unit_index, expected, found, file
     │   │   └── BeyondRecordingError   step, repeated_step
     │   └── OutputError                file, reason
+    │       └── OutputExistsError  nothing was started                                        (exit 2)
     ├── CalibrationError               strategy                                               (exit 1)
     └── UnreadableError                file, reason                                           (exit 3)
 
@@ -50,6 +51,7 @@ __all__ = [
     "DuplicateNameError",
     "ExitCode",
     "OutputError",
+    "OutputExistsError",
     "PluginError",
     "PortInUseError",
     "PrismError",
@@ -70,12 +72,13 @@ __all__ = [
 
 
 class ExitCode(IntEnum):
-    """What the ``prism`` command returns to the shell."""
+    """What the ``prism`` command returns to the shell; a launch that another signal ended returns 128 + its number."""
 
     OK = 0
     FINDING = 1
     USAGE = 2
     UNREADABLE = 3
+    INTERRUPTED = 130
 
 
 def _rebuild(cls: type[PrismError], message: str, state: dict[str, Any]) -> PrismError:
@@ -138,9 +141,7 @@ class WorldSizeError(UsageError):
         hint: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message, hint=hint)
-        self.world_size = world_size
-        self.required = required
-        self.file = file
+        self.world_size, self.required, self.file = world_size, required, file
 
 
 class PortInUseError(UsageError):
@@ -164,9 +165,7 @@ class UnknownNameError(UsageError):
             f"no {kind} is called {name!r} (known: {listing})",
             hint="`prism plugins` lists what is installed; --plugin MODULE_OR_FILE loads one more",
         )
-        self.name = name
-        self.kind = kind
-        self.known = tuple(sorted(known))
+        self.name, self.kind, self.known = name, kind, tuple(sorted(known))
 
 
 class UnknownFormatError(UsageError):
@@ -261,9 +260,8 @@ class RankKilledError(RunError):
             name = signal.Signals(signal_number).name
         except ValueError:
             name = f"signal {signal_number}"
-        hint = None
-        if signal_number == signal.SIGKILL:
-            hint = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
+        killed = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
+        hint = killed if signal_number == signal.SIGKILL else None
         super().__init__(f"rank {rank} was killed by {name}", rank=rank, file=file, hint=hint)
         self.signal_number = signal_number
         self.signal_name = name
@@ -311,10 +309,7 @@ class CollectiveMismatchError(RunError):
             file=file,
             hint="every member of a group must call the same operation with matching tensors",
         )
-        self.group = group
-        self.seq = seq
-        self.field = field
-        self.values = dict(values)
+        self.group, self.seq, self.field, self.values = group, seq, field, dict(values)
 
 
 class AsymmetryError(RunError):
@@ -342,9 +337,7 @@ class TraceMismatchError(RunError):
             file=file,
             hint="use the graph of this job, or record it again: prism record",
         )
-        self.unit_index = unit_index
-        self.expected = expected
-        self.found = found
+        self.unit_index, self.expected, self.found = unit_index, expected, found
 
 
 class BeyondRecordingError(TraceMismatchError):
@@ -374,6 +367,15 @@ class OutputError(RunError):
     def __init__(self, file: str, *, reason: str, hint: str | None = None) -> None:
         super().__init__(f"cannot write {file}: {reason}", file=file, hint=hint)
         self.reason = reason
+
+
+class OutputExistsError(OutputError):
+    """The output is there already and may not be replaced; nothing was started."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, file: str, *, hint: str = "--overwrite replaces it, or give another name") -> None:
+        super().__init__(file, reason="it exists already", hint=hint)
 
 
 class CalibrationError(PrismError):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prismtrace import container, entries, limits, metas
 from prismtrace.align import Alignment, apply_clocks, estimate_clocks
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
+from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, already_exists
 from prismtrace.index import Index, index_of_footer, scan
 from prismtrace.model import BASE_VERSION, ROLE_RANK, GraphKind, ProcessGroup
 from prismtrace.recordfile import RecordFile
@@ -81,7 +81,7 @@ def merge(
     for key, value in (metadata or {}).items():
         limits.check_entry(key, value)
     if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+        raise already_exists(target)
     inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
     pairs.update(metadata or {})
     header = _merged_header(inputs, graph_kind)
@@ -111,7 +111,7 @@ def write_merged(
 ) -> None:
     """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
     if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+        raise already_exists(target)
     file = RecordFile(target, overwrite=overwrite, atomic=True)
     try:
         _write(file, header, inputs, groups, pairs)

@@ -20,6 +20,12 @@ def parts_directory(output: Path) -> Path:
     return output.with_name(output.name + ".parts")
 
 
+def output_of(shard: str) -> str:
+    """The output that a file in its folder of shards is for; the file itself where it lies elsewhere."""
+    folder = Path(shard).parent
+    return str(folder.with_name(folder.name.removesuffix(".parts"))) if folder.name.endswith(".parts") else shard
+
+
 def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None) -> int:
     """Merge the shards in `parts` into `output` and remove them; returns how many there were.
 

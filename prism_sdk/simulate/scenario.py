@@ -74,8 +74,13 @@ class Scenario:
         """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
-        change = self._restructure(source, steps)
+        removals = self._removals(source)
+        change = self._restructure(source, steps, removals)
         job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        for removal in removals:
+            if not sum(removal.found):
+                raise UsageError(f"no unit of {job.source} is {removal.where.text}",
+                                 hint="`prism cat` shows kinds, phases, operations")  # fmt: skip
         if self.microbatches is not None or self.schedule is not None:
             job = replace(job, notes=(*job.notes, _note_on_memory(job)))
         if self.dp is not None:
@@ -103,10 +108,8 @@ class Scenario:
         """The timeline of the changed job."""
         return simulate(self.job(source, steps=steps))
 
-    def _restructure(
-        self, source: str | os.PathLike[str], steps: range | None
-    ) -> Callable[[int, RankColumns], RankColumns] | None:
-        found: list[Callable[[int, RankColumns], RankColumns]] = []
+    def _removals(self, source: str | os.PathLike[str]) -> list[Remove]:
+        found: list[Remove] = []
         for text in self.remove:
             where = Selection.parse(text)
             group_ids = None
@@ -114,6 +117,12 @@ class Scenario:
                 with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
                     group_ids = frozenset(g for g, group in reader.groups.items() if group.name in where.groups)
             found.append(Remove(where, group_ids))
+        return found
+
+    def _restructure(
+        self, source: str | os.PathLike[str], steps: range | None, removals: list[Remove]
+    ) -> Callable[[int, RankColumns], RankColumns] | None:
+        found: list[Callable[[int, RankColumns], RankColumns]] = [*removals]
         if self.microbatches is not None or self.schedule is not None:
             stages = int(load(source, steps=steps, with_sizes=False, transfers_needed=False).stage.max())
             if stages < 0:

@@ -10,7 +10,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -157,7 +157,7 @@ def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: 
         if not names:
             packed = next((what for magic, what in _PACKED.items() if heads[source].startswith(magic)), None)
             what = f"{source} is {packed}; unpack it first" if packed else f"no importer recognises {source}"
-            raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice)
+            raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice, is_unreadable=True)
     common = set.intersection(*(set(names) for names in chosen.values()))
     if len(common) == 1:
         return known[common.pop()]
@@ -260,10 +260,11 @@ def _beside(output: Path, *, suffix: str = "") -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        if temporary.is_dir() and not temporary.is_symlink():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong before is to be said
+            if temporary.is_dir() and not temporary.is_symlink():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
 def _put(temporary: Path, output: Path, *, overwrite: bool) -> None:

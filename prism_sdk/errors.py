@@ -10,7 +10,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── SettingsError              variable, value
     │   ├── WorldSizeError             world_size, required, file
     │   ├── PortInUseError             address, port
-    │   ├── UnknownFormatError         file, known
+    │   ├── UnknownFormatError         file, known                        (exit 3: the source's is unknown)
     │   └── UnknownNameError           kind, name, known
     ├── PluginError                    plugin, distribution                                   (exit 2)
     │   ├── BrokenPluginError          reason
@@ -120,8 +120,7 @@ class ScriptNotFoundError(UsageError):
     def __init__(self, script: str, *, is_module: bool = False, hint: str | None = None) -> None:
         what = "module" if is_module else "script"
         super().__init__(f"the {what} {script!r} does not exist", hint=hint)
-        self.script = script
-        self.is_module = is_module
+        self.script, self.is_module = script, is_module
 
 
 class SettingsError(UsageError):
@@ -129,8 +128,7 @@ class SettingsError(UsageError):
 
     def __init__(self, variable: str, *, value: str, expected: str) -> None:
         super().__init__(f"{variable}={value!r} is not {expected}", hint=f"unset {variable} or give it {expected}")
-        self.variable = variable
-        self.value = value
+        self.variable, self.value = variable, value
 
 
 class WorldSizeError(UsageError):
@@ -169,12 +167,18 @@ class UnknownNameError(UsageError):
 
 
 class UnknownFormatError(UsageError):
-    """No importer or exporter fits a file, or more than one does; ``known`` names those that there are."""
+    """No importer or exporter fits a file, or more than one does; ``known`` names those that there are.
 
-    def __init__(self, message: str, *, file: str, known: Sequence[str] = (), hint: str | None = None) -> None:
+    ``is_unreadable``: the file is there and is of no format that anybody knows, which ends as unreadable files do.
+    """
+
+    def __init__(
+        self, message: str, *, file: str, known: Sequence[str] = (), hint: str | None = None,
+        is_unreadable: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message, hint=hint)
-        self.file = file
-        self.known = tuple(known)
+        self.file, self.known = file, tuple(known)
+        self.exit_code = ExitCode.UNREADABLE if is_unreadable else ExitCode.USAGE
 
 
 class PluginError(PrismError):
@@ -248,8 +252,7 @@ class RankFailedError(RunError):
         body = f":\n{traceback_text.rstrip()}" if traceback_text else ""
         kept = f"what was recorded until then is kept in {file}" if file else None
         super().__init__(f"rank {rank} failed with exit code {exit_code}{body}", rank=rank, file=file, hint=kept)
-        self.rank_exit_code = exit_code
-        self.traceback_text = traceback_text
+        self.rank_exit_code, self.traceback_text = exit_code, traceback_text
 
 
 class RankKilledError(RunError):
@@ -263,8 +266,7 @@ class RankKilledError(RunError):
         killed = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
         hint = killed if signal_number == signal.SIGKILL else None
         super().__init__(f"rank {rank} was killed by {name}", rank=rank, file=file, hint=hint)
-        self.signal_number = signal_number
-        self.signal_name = name
+        self.signal_number, self.signal_name = signal_number, name
 
 
 @dataclass(frozen=True)

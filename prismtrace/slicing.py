@@ -30,6 +30,7 @@ from prismtrace.rewriting import (
 )
 from prismtrace.source import TraceInput
 from prismtrace.tables import Table, UnitTable
+from prismtrace.wording import ranks_text
 from prismtrace.writer import TraceWriter
 
 Mask = NDArray[np.bool_]
@@ -91,7 +92,7 @@ def slice_trace(
         chosen = check_ranks(reader, ranks)
         pairs = {key: value for key, value in reader.metadata.items() if not key.startswith("slice.")}
         if ranks is not None:
-            pairs["slice.ranks"] = _ranks_text(chosen)
+            pairs["slice.ranks"] = ranks_text(chosen)
         if steps is not None:
             pairs["slice.steps"] = f"{steps.start}:{steps.stop}"
         if time_ns is not None:
@@ -229,14 +230,3 @@ def _copy_payloads(reader: TraceReader, writer: TraceWriter, digests: set[bytes]
         if digest in wanted:
             copy_payload(reader, writer, digest)
     return len(wanted)
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    """`0,4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

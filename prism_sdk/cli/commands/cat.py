@@ -83,7 +83,7 @@ def command(
             elif style != "jsonl":
                 chosen = column_names(reader, kind, ranks or reader.ranks)
             if steps is not None and "step" not in (spec.name for spec in COLUMNS[kind]):
-                raise UsageError(f"{table} have no steps", hint="leave --steps out, or cut the trace with `prism slice`")
+                raise UsageError(f"{table} have no steps", hint="leave --steps out, or cut them with `prism slice`")
             wanted = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
             batches = iter_rows(
                 reader, table=kind, ranks=ranks, steps=wanted, columns=chosen, limit=head, names=not raw

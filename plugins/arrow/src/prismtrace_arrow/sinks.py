@@ -80,7 +80,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
+        # pyarrow's own words name the temporary file
+        reason = os.strerror(error.errno) if error.errno else error.strerror or str(error) or type(error).__name__
         raise OutputError(str(path), reason=reason, hint=_hint(error)) from error
 
 

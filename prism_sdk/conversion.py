@@ -83,7 +83,7 @@ def convert(
     writer = _choose_exporter(manager, output, exporter)
     with _beside(output, suffix=".prism") as between:
         first = _import(reader, sources, between, settings, report, overwrite=True)
-        second = _export(writer, between, output, {}, report, overwrite=overwrite)
+        second = _export(writer, between, output, {}, report, overwrite=overwrite, of=sources[0])
     counts = {**{f"import_{name}": number for name, number in first.counts.items()}, **second.counts}
     notes = (*first.notes, *second.notes)
     return f"{reader.name} -> trace -> {writer.name}", replace(second, counts=counts, notes=notes)
@@ -221,9 +221,10 @@ def _export(
     report: Callable[[str], None],
     *,
     overwrite: bool,
+    of: Path | None = None,
 ) -> ConversionReport:
     with _beside(output) as temporary:
-        with _plugin_errors(f"the exporter {exporter.name!r}", str(source), temporary, output):
+        with _plugin_errors(f"the exporter {exporter.name!r}", str(of or source), temporary, output):
             done = exporter.export_trace(source, output=temporary, options=options, report=report)
         _put(temporary, output, overwrite=overwrite)
     return replace(done, output=output)

@@ -47,7 +47,6 @@ class TraceWriteError(PrismTraceError):
         self.path = path
         self.errno = errno
 
-
     def of(self, path: str) -> TraceWriteError:
         """The same error of another file: of that which was asked for, in place of a temporary one."""
         return TraceWriteError(str(self).removeprefix(f"{self.path}: "), path=path, errno=self.errno)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ from prismtrace.wording import ranks_text
 from prismtrace.writer import TraceWriter
 
 Mask = NDArray[np.bool_]
+_NO_STEP: Final = 2**31
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def slice_trace(
         if ranks is not None:
             pairs["slice.ranks"] = ranks_text(chosen)
         if steps is not None:
-            pairs["slice.steps"] = f"{steps.start}:{steps.stop}"
+            pairs["slice.steps"] = f"{steps.start}:{steps.stop if steps.stop < _NO_STEP else ''}"
         if time_ns is not None:
             pairs["slice.time_ns"] = f"{'' if low is None else low}:{'' if high is None else high}"
         window = None if time_ns is None else (ABSENT + 1 if low is None else low, 2**63 - 1 if high is None else high)

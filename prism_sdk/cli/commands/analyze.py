@@ -43,7 +43,7 @@ def command(
     from prism_sdk.analysis import analyze, breakdown_of, explain, load_job
     from prism_sdk.analysis.text import format_explanation
 
-    chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
+    chosen = None if steps is None else steps.as_range()
     if max_gap_us != max_gap_us:  # nan is in every range
         raise click.UsageError("--max-gap-us nan: not a number")
     max_gap_ns = round(max_gap_us * 1000)

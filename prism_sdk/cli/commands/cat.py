@@ -84,7 +84,7 @@ def command(
                 chosen = column_names(reader, kind, ranks or reader.ranks)
             if steps is not None and "step" not in (spec.name for spec in COLUMNS[kind]):
                 raise UsageError(f"{table} have no steps", hint="leave --steps out, or cut them with `prism slice`")
-            wanted = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+            wanted = None if steps is None else steps.as_range()
             batches = iter_rows(
                 reader, table=kind, ranks=ranks, steps=wanted, columns=chosen, limit=head, names=not raw
             )

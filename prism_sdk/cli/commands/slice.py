@@ -65,7 +65,7 @@ def command(
         if strange:
             raise UsageError(f"{source}: rank {strange[0]} has no data", hint="`prism info` lists the ranks")
         time_ns = None if window is None else _absolute(window, reader)
-    wanted = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+    wanted = None if steps is None else steps.as_range()
     try:
         report = prismtrace.slice_trace(
             source,

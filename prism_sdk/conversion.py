@@ -193,7 +193,7 @@ def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> 
         raise UnknownFormatError(message, file=str(output), known=tuple(names), hint="say which: --to NAME")
     listing = ", ".join(sorted({suffix for suffix, _ in endings} | {".prism"}))
     advice = "\n  ".join(part for part in (_installed("exporters", known), to_install(manager)) if part)
-    message = f"no exporter writes {output.name} (known endings: {listing})"
+    message = f"no exporter writes {output.name} (known endings: {listing}; --to NAME names one for any other)"
     raise UnknownFormatError(message, file=str(output), known=tuple(known), hint=advice)
 
 

@@ -26,6 +26,7 @@ __all__ = [
     "KEY_VALUE",
     "NNODES",
     "NPROC",
+    "Number",
     "RANKS",
     "SIZE",
     "STEPS",
@@ -148,6 +149,16 @@ class _Parsed(click.ParamType[Any]):
             return self.function(value)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number in a range. `nan`, which no comparison finds outside of any, and which none is above, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 def _key_value(text: str) -> tuple[str, str]:

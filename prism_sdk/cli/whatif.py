@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from prism_sdk.cli.parsing import Number
 from prism_sdk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--equal",), {"multiple": True, "metavar": "WHERE[:but:WHERE]",
                     "help": "Like units take equally long (the ideal without stragglers): all, all:but:rank=3."}),
     (("--no-gaps",), {"is_flag": True, "help": "No gaps between units, and no delay after waits."}),
-    (("--moe-skew",), {"type": click.FloatRange(min=1), "metavar": "SKEW",
+    (("--moe-skew",), {"type": Number(min=1), "metavar": "SKEW",
                        "help": "The busiest expert rank gets SKEW times the mean load."}),
     (("--moe-seed",), {"type": click.IntRange(min=0), "default": 0, "metavar": "N", "help": "Which ranks are busy."}),
     (("--microbatches",), {"type": click.IntRange(min=1), "metavar": "N", "help": "Another number of microbatches."}),

@@ -72,6 +72,7 @@ class Scenario:
 
     def job(self, source: str | os.PathLike[str], *, steps: range | None = None) -> SimJob:
         """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
+        self._check()
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
         removals = self._removals(source)
@@ -108,6 +109,20 @@ class Scenario:
         """The timeline of the changed job."""
         return simulate(self.job(source, steps=steps))
 
+    def _check(self) -> None:
+        """What has a meaning only beside something else is not left without effect."""
+        without = self.cluster is None
+        for wrong, message in (
+            (without and self.link, "--link changes a cluster profile: give one with --cluster"),
+            (without and self.link_sharing is not None,
+             "--link-sharing needs to know the links: give a profile with --cluster"),
+            (without and self.transfers != "all", "--transfers says what --cluster replaces: give a profile"),
+            (self.dp is None and self.dp_groups, "--dp-groups says what --dp replicates: give a number with --dp"),
+            (self.moe_skew is None and self.moe_seed, "--moe-seed says how --moe-skew is drawn: give a skew with it"),
+        ):  # fmt: skip
+            if wrong:
+                raise UsageError(message)
+
     def _removals(self, source: str | os.PathLike[str]) -> list[Remove]:
         found: list[Remove] = []
         for text in self.remove:
@@ -133,10 +148,6 @@ class Scenario:
 
     def _transfers(self, job: SimJob) -> SimJob:
         if self.cluster is None:
-            if self.link:
-                raise UsageError("--link changes a cluster profile: give one with --cluster")
-            if self.link_sharing:
-                raise UsageError("--link-sharing needs to know the links: give a profile with --cluster")
             return job
         cluster = load_cluster(self.cluster)
         job = with_cluster(job, cluster, which=self.transfers)

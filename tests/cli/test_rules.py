@@ -85,6 +85,27 @@ def test_a_variant_that_changes_nothing_is_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("simulate --transfers missing", "--transfers says"),
+        ("simulate --no-link-sharing", "--link-sharing needs"),
+        ("simulate --dp-groups dp", "--dp-groups says"),
+        ("simulate --moe-seed 3", "--moe-seed says"),
+        ("simulate --moe-skew nan", "nan is not a number"),
+        ("analyze --max-gap-us nan", "nan is not a number"),
+        ("compare FILE --max-error nan", "nan is not a number"),
+        ("cat --columns ,", "names no column"),
+    ],
+)
+def test_an_option_without_an_effect_is_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
+) -> None:
+    words = [str(trace) if word == "FILE" else word for word in command.split()]
+    assert run([*words, str(trace)]) == 2
+    assert message in capsys.readouterr().err
+
+
 WRITERS = ("slice --ranks 0", "compact", "merge", "redact", "recover", "report", "simulate", "expand --dp 2")
 
 

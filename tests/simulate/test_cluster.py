@@ -26,7 +26,7 @@ from prism_sdk.cluster import (
     tables_of,
 )
 from prism_sdk.cluster.estimate import FITTED, MODELLED, interpolation_error_percent, model_ns
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.simulate import load, simulate
 from prism_sdk.simulate.transfers import with_cluster
 from prismtrace import DType, GraphKind, Op
@@ -107,7 +107,7 @@ def test_a_log_of_nccl_tests_becomes_a_table(tmp_path: Path) -> None:
     (other,) = tables_of(read_nccl_tests(path, op="alltoall"), source="log")
     assert other.op is Op.ALL_TO_ALL
     path.write_text("nothing of the kind")
-    with pytest.raises(UsageError, match="no log of nccl-tests"):
+    with pytest.raises(UnreadableError, match="no log of nccl-tests"):
         read_nccl_tests(path)
 
 
@@ -219,7 +219,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "all_reduce_perf.log").write_text(LOG)
     mine = str(tmp_path / "mine.toml")
     assert run(["cluster", "init", "h100-sxm", "--nodes", "2", "--name", "mine", "-o", mine]) == 0
-    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 1
+    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
     fit = ["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine, "--overwrite"]
     assert run(fit) == 0

@@ -78,6 +78,8 @@ def command(
             chosen: Sequence[str] | None = None
             if columns not in (None, "all"):
                 chosen = [name.strip() for name in str(columns).split(",") if name.strip()]
+                if not chosen:
+                    raise UsageError(f"--columns {columns!r} names no column", hint="`all`, or leave it out")
             elif columns is None and style == "table" and table in _SHORT:
                 chosen = _SHORT[table]
             elif style != "jsonl":

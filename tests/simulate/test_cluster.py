@@ -233,7 +233,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["simulate", str(job), "--cluster", "nowhere"]) == 2
     assert "there are: a100-sxm, h100-sxm, h200-sxm" in capsys.readouterr().err
     assert run(["cluster", "fit", mine]) == 2
-    assert run(["cluster", "init", "-o", mine]) == 1 and load_cluster(mine).name == "mine"
+    assert run(["cluster", "init", "-o", mine]) == 2 and load_cluster(mine).name == "mine"
     assert run(["cluster", "init", "-o", str(tmp_path)]) == 2 and run(["cluster", "init", "-o", "none/x.toml"]) == 2
     capsys.readouterr()
     (tmp_path / "cut.json").write_text('[{"op": "all_re')
@@ -241,6 +241,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for file, why in (("cut.json", "it is no JSON"), ("binary.csv", "not UTF-8 text, at byte 8")):
         assert run(["cluster", "fit", mine, "--measurements", str(tmp_path / file)]) == 3
         assert why in capsys.readouterr().err
-    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 1
+    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 2
     assert run(["simulate", str(job), "-o", str(job), "--overwrite"]) == 2
     assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism"), "--overwrite"]) == 0

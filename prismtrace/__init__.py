@@ -58,7 +58,8 @@ from prismtrace.model import (
     UnitKind,
 )
 from prismtrace.reader import TraceReader
-from prismtrace.recover import LostRange, RecoverReport, recover
+from prismtrace.records import LostRange
+from prismtrace.recover import RecoverReport, recover
 from prismtrace.redact import RedactReport, redact
 from prismtrace.rows import RowBatch, iter_rows
 from prismtrace.sharing import add_alike

@@ -41,6 +41,7 @@ CODES: Final = MappingProxyType(
         "PT004": FindingKind(ERROR, "5 Payloads", "a payload cannot be read, or is not what its digest says"),
         "PT005": FindingKind(ERROR, "3.1 Rows", "rows are missing between two chunks"),
         "PT006": FindingKind(ERROR, "3.1 Rows", "a chunk has rows outside of the steps or times that it names"),
+        "PT007": FindingKind(ERROR, "2.2 Records", "a record is damaged that the index repeats"),
         "PT010": FindingKind(ERROR, "6 Process groups", "a rank is outside the world"),
         "PT011": FindingKind(ERROR, "6 Process groups", "a group has no members, or one twice"),
         "PT012": FindingKind(ERROR, "6 Process groups", "a unit refers to a group that the file does not have"),

@@ -6,32 +6,20 @@ Does not guess: a record is kept only when its checksums and its contents are ri
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace import container, metas
-from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
-from prismtrace.errors import TraceChecksumError, TraceFormatError, TraceVersionError
-from prismtrace.index import Collected, read_header, read_meta
+from prismtrace.container import TRAILER_BYTES, RecordKind
+from prismtrace.errors import TraceFormatError
+from prismtrace.index import Collected, read_header
 from prismtrace.merge import InputPart, write_merged
 from prismtrace.model import ROLE_RANK
+from prismtrace.records import LostRange, whole_records
 from prismtrace.source import PathSource, Source
-
-_READ_BYTES: Final = 1 << 23
-
-
-@dataclass(frozen=True)
-class LostRange:
-    """Bytes `start` .. `end` (exclusive) of the damaged file that could not be used, and why."""
-
-    start: int
-    end: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -68,7 +56,7 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
         collected = Collected()
         lost: list[LostRange] = []
         finished = False
-        for offset, frame, meta in _records(source, start, lost):
+        for offset, frame, meta in whole_records(source, start, lost):
             try:
                 if frame.kind == RecordKind.FOOTER:
                     metas.parse_footer(meta, path=source.name, offset=offset)
@@ -105,63 +93,6 @@ def _with_roles(chunks: NDArray[Any], lost: list[LostRange]) -> NDArray[Any]:
         lost.append(LostRange(start, start + int(entry["length"]), f"the rows of role {role} that it needs are lost"))
     lost.sort(key=lambda part: part.start)
     return chunks[kept]
-
-
-def _records(source: Source, offset: int, lost: list[LostRange]) -> Iterator[tuple[int, Frame, bytes]]:
-    """All records whose checksums are right; what lies between them is added to `lost`."""
-    while offset < source.size:
-        try:
-            frame, meta = read_meta(source, offset)
-        except TraceVersionError:
-            raise
-        except TraceFormatError as error:
-            following = _next_record(source, offset + 8)
-            lost.append(LostRange(offset, following, error.message))
-            offset = following
-            continue
-        following = offset + frame.length
-        try:
-            _check_data(source, frame, offset)
-        except TraceChecksumError as error:
-            if following < source.size and not _is_record(source, following):
-                following = _next_record(source, offset + 8)  # bytes are missing: the next record starts earlier
-            lost.append(LostRange(offset, following, error.message))
-        else:
-            yield offset, frame, meta
-        offset = following
-
-
-def _next_record(source: Source, offset: int) -> int:
-    """Where the next good record starts; the end of the file when there is none."""
-    while offset < source.size:
-        window = bytes(source.read_at(offset, min(_READ_BYTES, source.size - offset)))
-        found = window.find(container.MARKER)
-        while found >= 0:
-            if (offset + found) % 8 == 0 and _is_record(source, offset + found):
-                return offset + found
-            found = window.find(container.MARKER, found + 1)
-        if len(window) < _READ_BYTES:
-            break
-        offset += len(window) - 8
-    return source.size
-
-
-def _is_record(source: Source, offset: int) -> bool:
-    if offset + FRAME_BYTES > source.size:
-        return False
-    try:
-        read_meta(source, offset)
-    except TraceFormatError:
-        return False
-    return True
-
-
-def _check_data(source: Source, frame: Frame, offset: int) -> None:
-    start, crc = offset + frame.data_start, 0
-    for position in range(start, start + frame.data_length, _READ_BYTES):
-        crc = zlib.crc32(source.read_at(position, min(_READ_BYTES, start + frame.data_length - position)), crc)
-    if crc != frame.data_crc:
-        raise TraceChecksumError("checksum of a data section", path=source.name, offset=offset)
 
 
 def _trailer_is_good(source: Source) -> bool:

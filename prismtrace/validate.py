@@ -13,13 +13,16 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from prismtrace.container import TRAILER_BYTES, RecordKind
 from prismtrace.cycles import WaitGraph
-from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError
+from prismtrace.errors import PrismTraceError, TraceFormatError, TraceUnfinishedError, TraceVersionError
 from prismtrace.extents import rows_outside
 from prismtrace.findings import CODES, Finding
+from prismtrace.index import Collected, read_header
 from prismtrace.matching import Matching
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, UNIT_COLUMNS, EventKind, GraphKind, Op, TrackKind, UnitKind
 from prismtrace.reader import TraceReader
+from prismtrace.records import LostRange, bytes_after_end, whole_records
 from prismtrace.source import TraceInput
 from prismtrace.tables import EventTable, StepTable, Table, TrackTable, UnitTable
 from prismtrace.unchanged import Unchanged
@@ -41,7 +44,7 @@ def validate(
 
     Args:
         source: a path, a binary file object or a memory map.
-        deep: also reads every payload and compares it with its digest.
+        deep: also reads every payload and compares it with its digest, and checks every record's checksums.
         max_findings: stops looking after that many; repetitions in one rank are one finding with a count.
         progress: is told how many ranks of how many were looked at.
     """
@@ -52,6 +55,9 @@ def validate(
         found.append(finding("PT002", error.message, f"byte {error.offset}"))
         try:
             reader = TraceReader(source, allow_unfinished=True)
+            if after := bytes_after_end(reader._source):
+                message = f"{counted(after, 'byte')} after the end of a finished file (`prism recover` leaves them out)"
+                found = [finding("PT002", message, f"byte {reader._source.size - after}")]
         except PrismTraceError as again:
             return [_unreadable(again)]
     except PrismTraceError as error:
@@ -59,6 +65,10 @@ def validate(
     with reader:
         checks = _checks(reader, deep=deep, progress=progress or (lambda done, total: None))
         found.extend(islice(checks, max(0, max_findings - len(found))))  # one by one: a small file names many ranks
+        if deep and not reader.unfinished:
+            is_damaged = any(item.code in ("PT003", "PT004") for item in found)
+            damaged = _records(reader, skip_indexed=is_damaged)
+            found.extend(islice(damaged, max(0, max_findings - len(found))))
     found.sort(key=lambda item: (item.severity, item.code))
     return found[:max_findings]
 
@@ -103,6 +113,28 @@ def _checks(reader: TraceReader, *, deep: bool, progress: Callable[[int, int], N
             yield finding("PT051", f"payload {digest.hex()} is not in the file", f"attachment {name}")
     if deep:
         yield from _payloads(reader)
+
+
+def _records(reader: TraceReader, *, skip_indexed: bool) -> Iterator[Finding]:
+    """Records that a reader of the index does without, and that are lost where the index is."""
+    source, index = reader._source, reader._index
+    lost: list[LostRange] = []
+    start, meant = read_header(source)[1], Collected()
+    try:
+        for offset, frame, meta in whole_records(source, start, lost, end=source.size - TRAILER_BYTES):
+            try:
+                if frame.kind in (RecordKind.GROUP, RecordKind.METADATA):
+                    meant.add(frame, meta, offset, source.name)
+            except TraceFormatError as error:
+                lost.append(LostRange(offset, offset + frame.length, error.message))
+    except TraceVersionError as error:
+        lost.append(LostRange(error.offset or 0, error.offset or 0, error.message))
+    indexed = {*index.chunk_entries["offset"].tolist(), *index.payload_entries["offset"].tolist()} if lost else set()
+    for part in lost:
+        if not (skip_indexed and part.start in indexed):
+            size = part.end - part.start
+            text = f"{part.reason}: {counted(size, 'byte')} that the index does without" if size else part.reason
+            yield finding("PT007", text, f"byte {part.start}")
 
 
 def _groups(reader: TraceReader) -> Iterator[Finding]:

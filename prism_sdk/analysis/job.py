@@ -149,7 +149,8 @@ def load_job(
         raise UsageError(f"{reader.path}: no unit has a time",
                          hint="a bare graph has none: calibrate it, or observe the job")  # fmt: skip
     if reader.world_size > len(with_units):
-        notes.append(f"{len(with_units)} of {counted(reader.world_size, 'rank')} are analysed")
+        notes.append(f"{len(with_units)} of {counted(reader.world_size, 'rank')} are analysed: the figures are not "
+                     "those of the whole job")  # fmt: skip
     completion = _completions(graph)
     arrival = _arrivals(graph, completion)
     num_unknown = int(((completion != ABSENT) & (arrival == ABSENT)).sum())

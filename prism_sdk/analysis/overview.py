@@ -103,6 +103,7 @@ class Analysis(ResultFrames):
             "file": self.job.path,
             "graph_kind": self.job.graph.graph_kind.name.lower(),
             "world_size": self.job.graph.world_size,
+            "num_ranks": len(self.job.ranks),
             "steps": [int(step) for step in np.unique(self.breakdown.windows.step) if step != ABSENT32],
             "mean_step_ns": self.breakdown.mean_step_ns,
             "parts_ns": self.breakdown.mean_parts_ns,

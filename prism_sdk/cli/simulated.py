@@ -35,7 +35,9 @@ def echo_report(report: Report, *, before: Report | None = None) -> None:
     elif report.recorded_step_ns is not None and report.error_percent is not None:
         error = f"{report.error_percent:+.4f} %"
         click.echo(f"recorded   {format_ns(report.recorded_step_ns)}   simulated against recorded {error}")
-    size = f"{counted(report.num_ranks, 'rank', separator=',')}, {counted(report.num_units, 'unit', separator=',')}"
+    part = f"{report.num_ranks:,} of " if report.world_size > report.num_ranks else ""
+    num_ranks = max(report.num_ranks, report.world_size)
+    size = f"{part}{counted(num_ranks, 'rank', separator=',')}, {counted(report.num_units, 'unit', separator=',')}"
     click.echo(f"job        {size}, {counted(report.num_steps, 'counted step')}")
     # a rank may be exposed to transfers that are longer than its own: none is hidden then
     overlap = max(1.0 - report.exposed_ns / report.communication_ns, 0.0) if report.communication_ns > 0 else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from prism_sdk.bounds import MAX_BYTES, MAX_QUANTITY, MAX_RANKS
 from prism_sdk.errors import UnreadableError, UsageError
 from prismtrace import Op
 
@@ -157,7 +158,7 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
         raise UnreadableError(name, reason=f"it is not UTF-8 text, at byte {error.start}: no TOML file") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError, or a whole number of thousands of digits
         raise UnreadableError(name, reason=f"it is not TOML: {error}", hint="docs/cluster.md has an example") from error
     return parse_cluster(data, file=name)
 
@@ -190,6 +191,9 @@ def parse_cluster(data: Mapping[str, Any], *, file: str = "cluster.toml") -> Clu
         nvlink=nvlink, network=network, model=model, sources=dict(sources),
         tables=tuple(_table(item, index, file) for index, item in enumerate(tables)), **root,
     )  # fmt: skip
+    if cluster.num_gpus > MAX_RANKS:
+        raise ClusterError(file, "cluster.num_nodes", f"{cluster.num_gpus:,} GPUs in all: a job has at most "
+                           f"{MAX_RANKS:,} ranks")  # fmt: skip
     if cluster.num_gpus % cluster.domain_gpus:
         raise ClusterError(
             file, "nvlink.domain_gpus", f"{cluster.domain_gpus} does not divide the {cluster.num_gpus} GPUs"
@@ -216,6 +220,8 @@ def _values(
         fits = is_number if wanted is float else isinstance(value, wanted) and (wanted is not int or is_number)
         if not fits:
             raise ClusterError(file, f"{section}.{key}", f"{value!r} is not {_WORDS[wanted]}")
+        if wanted in (int, float):
+            _within(file, f"{section}.{key}", value, MAX_RANKS if wanted is int else MAX_QUANTITY)
         found[key] = float(value) if wanted is float else value
     for key in required:
         if key not in found:
@@ -250,6 +256,12 @@ def _above(file: str, key: str, value: float, low: float) -> None:
         raise ClusterError(file, key, f"{value:g} is not above {low:g}")
 
 
+def _within(file: str, key: str, value: float, high: float) -> None:
+    if not -high <= value <= high:  # a whole number may have any number of digits, and be too large for a float
+        text = str(value) if len(str(value)) <= 24 else f"{str(value)[:20]}..."
+        raise ClusterError(file, key, f"{text} is beyond {high:,.0f}, the largest that is supported")
+
+
 def _model(given: Any, file: str) -> Model:
     defaults = Model()
     names = [item.name for item in fields(Model)]
@@ -262,8 +274,9 @@ def _model(given: Any, file: str) -> Model:
         if not isinstance(value, Mapping) or not set(value) <= {"ll", "ll128", "simple"}:
             raise ClusterError(file, f"model.{key}", "is a table by protocol: { ll = 1.0, ll128 = 2.0, simple = 3.0 }")
         for proto, number in value.items():
-            if not isinstance(number, int | float) or isinstance(number, bool) or number <= 0:
+            if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
                 raise ClusterError(file, f"model.{key}.{proto}", f"{number!r} is not a number above 0")
+            _within(file, f"model.{key}.{proto}", number, MAX_QUANTITY)
         found[key] = {**getattr(defaults, key), **{proto: float(number) for proto, number in value.items()}}
     return Model(**found)
 
@@ -283,6 +296,11 @@ def _table(item: Any, index: int, file: str) -> Table:
         value = item.get(name, 1 if name == "nodes" else None)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ClusterError(file, f"{key}.{name}", f"{value!r} is not a whole number above 0")
+        _within(file, f"{key}.{name}", value, MAX_RANKS)
+    spread = item.get("spread_percent", 0.0)
+    if not isinstance(spread, int | float) or isinstance(spread, bool) or not spread >= 0:
+        raise ClusterError(file, f"{key}.spread_percent", f"{spread!r} is not a number of 0 or more")
+    _within(file, f"{key}.spread_percent", spread, MAX_QUANTITY)
     points = item.get("points")
     if not isinstance(points, list) or not points:
         raise ClusterError(file, f"{key}.points", "is a list of [bytes, us], ascending in bytes")
@@ -291,8 +309,10 @@ def _table(item: Any, index: int, file: str) -> Table:
     for at, point in enumerate(points):
         good = isinstance(point, list) and len(point) == 2 and all(
             isinstance(v, int | float) and not isinstance(v, bool) for v in point)  # fmt: skip
-        if not good or point[0] < 0 or point[1] <= 0:
+        if not good or not point[0] >= 0 or not point[1] > 0:
             raise ClusterError(file, f"{key}.points[{at}]", f"{point!r} is not [bytes, us] with a time above 0")
+        for value, high in zip(point, (MAX_BYTES, MAX_QUANTITY), strict=True):
+            _within(file, f"{key}.points[{at}]", value, high)
         if sizes and point[0] <= sizes[-1]:
             raise ClusterError(file, f"{key}.points[{at}]", f"{point[0]} bytes do not come after {sizes[-1]} bytes")
         sizes.append(int(point[0]))
@@ -300,5 +320,5 @@ def _table(item: Any, index: int, file: str) -> Table:
     return Table(
         op=_OPS[op], shape=Shape(ranks=item["ranks"], nodes=item.get("nodes", 1)), size_bytes=tuple(sizes),
         time_ns=tuple(times), algo=str(item.get("algo", "")), proto=str(item.get("proto", "")),
-        source=str(item.get("source", "")), spread_percent=float(item.get("spread_percent", 0.0)),
+        source=str(item.get("source", "")), spread_percent=float(spread),
     )  # fmt: skip

@@ -17,7 +17,8 @@ import numpy.typing as npt
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.kernels import KernelComparison, StepKernels, compare_kernels, read_kernels
-from prismtrace import ABSENT, ABSENT32, DType, Op, Phase, TraceReader, UnitKind
+from prism_sdk.wording import ranks_text
+from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Comparison", "LossComparison", "MemoryComparison", "OrderComparison", "RankComparison",
            "StepTimeComparison", "UnitComparison", "compare_traces"]  # fmt: skip
@@ -119,6 +120,10 @@ class Comparison:
     mean_abs_error_percent: float | None
     worst_abs_error_percent: float | None
     missing: tuple[str, ...]
+    #: Ranks that some traces have and others lack (an emulation has its own ranks alone: these do not count).
+    missing_ranks: tuple[int, ...] = ()
+    #: Traces that end before their end.
+    unfinished: tuple[str, ...] = ()
 
     @property
     def is_order_equal(self) -> bool | None:
@@ -128,23 +133,15 @@ class Comparison:
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON knows it."""
-        return {**_plain(asdict(self)), "is_order_equal": self.is_order_equal}
+        from prism_sdk.graph.report import plain_values
+
+        return {**plain_values(asdict(self)), "is_order_equal": self.is_order_equal}
 
     def format_table(self) -> str:
         """The comparison as plain text."""
         from prism_sdk.graph.report import format_comparison
 
         return format_comparison(self)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not np.isfinite(value):
-        return None if np.isnan(value) else str(value)
-    return value
 
 
 @dataclass(frozen=True)
@@ -170,19 +167,26 @@ def compare_traces(
     if not real_paths or not other_paths:
         raise GraphError("a comparison needs at least one real and one other trace")
     real_names, other_names = ([os.fspath(p) for p in paths] for paths in (real_paths, other_paths))
-    missing: list[str] = []
-    with_ranks = {}
+    missing, unfinished = list[str](), list[str]()
+    emulated, lost, with_ranks = set[str](), set[int](), {}
     for name in dict.fromkeys([*real_names, *other_names]):
         with TraceReader(name, allow_unfinished=True) as reader:
             with_ranks[name] = {rank: _read_run(reader, name, rank) for rank in reader.ranks}
             if reader.unfinished:
+                unfinished.append(name)
                 missing.append(f"{name} is unfinished: what was written before its end is compared")
+            elif reader.graph_kind is GraphKind.EMULATED:
+                emulated.add(name)
+    everyone = sorted(set[int]().union(*with_ranks.values()))
+    for name, present in with_ranks.items():
+        absent = [rank for rank in everyone if rank not in present]
+        lost.update(() if name in emulated else absent)
+        if absent:
+            missing.append(f"rank{'s' * (len(absent) > 1)} {ranks_text(absent)}: not in {name}")
     wanted = sorted(set.union(*(set(with_ranks[name]) for name in other_names)))
     ranks = []
     for rank in wanted:
         sides = [[with_ranks[n][rank] for n in names if rank in with_ranks[n]] for names in (real_names, other_names)]
-        for names in (real_names, other_names):
-            missing += [f"rank {rank}: not in {n}" for n in names if rank not in with_ranks[n]]
         if sides[0]:
             ranks.append(_compare_rank(rank, sides[0], sides[1], missing))
     if not ranks:
@@ -193,6 +197,7 @@ def compare_traces(
         real=tuple(real_names), other=tuple(other_names), ranks=tuple(ranks), missing=tuple(dict.fromkeys(missing)),
         mean_abs_error_percent=float(np.mean(errors)) if errors else None,
         worst_abs_error_percent=max(errors) if errors else None,
+        missing_ranks=tuple(sorted(lost)), unfinished=tuple(unfinished),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Writes a comparison of traces as plain text for people.
+"""Writes a comparison of traces as plain text for people, and makes its values such that JSON knows them.
 
 It compares nothing and prints nothing.
 """
@@ -6,14 +6,15 @@ It compares nothing and prints nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from math import isfinite, isnan
+from typing import TYPE_CHECKING, Any
 
 from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
     from prism_sdk.graph.compare import Comparison
 
-__all__ = ["format_comparison"]
+__all__ = ["format_comparison", "plain_values"]
 
 
 def format_comparison(comparison: Comparison) -> str:
@@ -154,3 +155,14 @@ def _kernels(comparison: Comparison) -> list[str]:
 
 def _missing(comparison: Comparison) -> str:
     return "\n".join(["missing", *(f"  - {line}" for line in comparison.missing)]) if comparison.missing else ""
+
+
+def plain_values(value: Any) -> Any:
+    """The value with lists for tuples, None for NaN and words for infinities."""
+    if isinstance(value, dict):
+        return {key: plain_values(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain_values(item) for item in value]
+    if isinstance(value, float) and not isfinite(value):
+        return None if isnan(value) else str(value)
+    return value

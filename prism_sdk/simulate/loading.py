@@ -25,6 +25,7 @@ from prism_sdk.simulate.job import Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
 from prism_sdk.simulate.weights import calibrated_weights, observed_weights
+from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TableKind, TraceReader
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
 
@@ -337,5 +338,9 @@ def load(
         if change is None:
             JobGraph.load(reader, ranks=ranks, steps=steps)
         raise
-    note = ("the file is unfinished: what was written before the end is simulated",) if reader.unfinished else ()
-    return replace(job, notes=(*job.notes, *note, *((_OF_RECORDING,) if is_bare else ())))
+    notes = ["the file is unfinished: what was written before the end is simulated"] if reader.unfinished else []
+    if reader.world_size > len(chosen):
+        world = counted(reader.world_size, "rank", separator=",")
+        notes.append(f"{len(chosen):,} of {world} are simulated, as if they never waited for the others: the figures "
+                     "are not those of the whole job")  # fmt: skip
+    return replace(job, notes=(*job.notes, *notes, *((_OF_RECORDING,) if is_bare else ())))

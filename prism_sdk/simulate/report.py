@@ -62,6 +62,8 @@ class Report:
 
     source: str
     num_ranks: int
+    #: Ranks of the job; 0 = unknown. Where it is more than ``num_ranks``, the figures are those of a part of the job.
+    world_size: int
     num_units: int
     num_steps: int
     step_time_ns: float
@@ -106,9 +108,9 @@ def summarise(timeline: Timeline, *, num_stragglers: int = 5, base_step_ns: floa
     moved = totals[:, [kernel.MOVED_MESSAGE, kernel.MOVED_COLLECTIVE]].sum()
     peak = int(job.memory_bytes.max()) if job.num_ranks else -1
     return Report(
-        source=job.source, num_ranks=job.num_ranks, num_units=len(job), num_steps=num_steps, step_time_ns=step_time,
-        interval=interval, interval_basis=basis, recorded_step_ns=job.recorded_step_ns,
-        exposed_ns=float(exposed) / num_steps / job.num_ranks,
+        source=job.source, num_ranks=job.num_ranks, world_size=job.world_size, num_units=len(job),
+        num_steps=num_steps, step_time_ns=step_time, interval=interval, interval_basis=basis,
+        recorded_step_ns=job.recorded_step_ns, exposed_ns=float(exposed) / num_steps / job.num_ranks,
         communication_ns=float(moved) / num_steps / job.num_ranks,
         shares=_shares("all", np.arange(job.num_ranks), totals, counted), stages=_stages(job, totals, counted),
         critical_path=_grouped([part.what for part in parts], parts, length), critical_ranks=by_rank[:num_stragglers],

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS
 from prism_sdk.cluster.profile import Cluster, load_cluster
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
@@ -188,6 +189,8 @@ def with_links(cluster: Cluster, links: tuple[str, ...]) -> Cluster:
         new = old * number if value.startswith("x") else number
         if not new > 0 or not math.isfinite(new):
             raise UsageError(f"--link {text!r} gives {new:g}: it must be above 0")
+        if new > (MAX_RANKS if isinstance(old, int) else MAX_QUANTITY):
+            raise UsageError(f"--link {text!r} gives {new:g}: this is more than any link has")
         value_of: Any = int(new) if isinstance(old, int) else new
         changed: Any = {section: replace(item, **{name: value_of})}
         cluster = replace(cluster, **changed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -121,6 +122,9 @@ def _finding(text: str) -> None:
 
 
 def _write(text: str, output: Path | None) -> None:
+    from prism_sdk.cluster import parse_cluster
+
+    parse_cluster(tomllib.loads(text), file=str(output or "the profile"))  # what is written can be read
     if output is None:
         click.echo(text, nl=False)
     else:

@@ -9,6 +9,7 @@ import click
 from prism_sdk.cli.output import echo_json
 from prism_sdk.cli.parsing import Number
 from prism_sdk.errors import ExitCode
+from prism_sdk.wording import ranks_text
 
 
 @click.command("compare")
@@ -34,7 +35,7 @@ from prism_sdk.errors import ExitCode
     "--max-error",
     type=Number(min=0),
     metavar="PERCENT",
-    help="End with exit code 1 when the mean step-time error is above this.",
+    help="End with exit code 1 when the mean step-time error is above this, or ranks or ends of traces are missing.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
@@ -67,10 +68,14 @@ def command(
     if max_error is None:
         return ExitCode.OK
     error = comparison.mean_abs_error_percent
+    problems = [f"{name} is unfinished: its end is not held against --max-error" for name in comparison.unfinished]
+    if comparison.missing_ranks:
+        ranks = ranks_text(comparison.missing_ranks)
+        problems.append(f"not all traces have rank {ranks}: the error is that of the other ranks")
     if error is None:
-        click.echo("prism: there are no step times to hold against --max-error", err=True)
+        problems.append("there are no step times to hold against --max-error")
     elif error > max_error:
-        click.echo(f"prism: the mean step-time error, {error:.2f} %, is above {max_error:g} %", err=True)
-    else:
-        return ExitCode.OK
-    return ExitCode.FINDING
+        problems.append(f"the mean step-time error, {error:.2f} %, is above {max_error:g} %")
+    for problem in problems:
+        click.echo(f"prism: {problem}", err=True)
+    return ExitCode.FINDING if problems else ExitCode.OK

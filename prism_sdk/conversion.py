@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from prism_sdk.abc import ConversionReport, TraceExporter, TraceImporter
+from prism_sdk.damage import damage_of
 from prism_sdk.errors import OutputError, OutputExistsError, PrismError, UnknownFormatError, UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
+from prism_sdk.writing import file_in_path
 
 __all__ = ["KNOWN_PLUGINS", "convert", "head_of", "to_install"]
 
@@ -128,6 +130,9 @@ def _check_output(output: Path, sources: Sequence[Path], *, overwrite: bool) -> 
     if os.path.lexists(output) and not output.is_dir() and not overwrite:
         raise OutputExistsError(str(output))
     if not output.absolute().parent.is_dir():
+        blocking = file_in_path(output)
+        if blocking is not None:
+            raise UsageError(f"{blocking} is a file and no folder", hint="name another folder for the output")
         raise UsageError(f"there is no folder {output.parent}", hint="create it first")
 
 
@@ -155,6 +160,9 @@ def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: 
     advice = "\n  ".join(part for part in (_installed("importers", known), to_install(manager)) if part)
     for source, names in chosen.items():
         if not names:
+            damage = damage_of(source, heads[source])
+            if damage is not None:
+                raise UnreadableError(str(source), reason=damage, hint="get the whole file")
             packed = next((what for magic, what in _PACKED.items() if heads[source].startswith(magic)), None)
             what = f"{source} is {packed}; unpack it first" if packed else f"no importer recognises {source}"
             raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice, is_unreadable=True)

@@ -1,4 +1,4 @@
-"""Writes small files whole or not at all; traces are the library's to write."""
+"""Writes small files whole or not at all, and says where none can be; traces are the library's to write."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from pathlib import Path
 
 from prism_sdk.errors import OutputError
 
-__all__ = ["write_whole"]
+__all__ = ["file_in_path", "write_whole"]
+
+
+def file_in_path(output: Path) -> Path | None:
+    """The part of the folder of ``output`` that is no folder, so that none can be made there; None without one."""
+    return next((part for part in output.parents if os.path.lexists(part) and not part.is_dir()), None)
 
 
 def write_whole(data: bytes, output: Path) -> None:

@@ -177,6 +177,9 @@ def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
     is_empty = result.exit_code == 0 and _holds_nothing(config)
     if is_empty:
         click.echo(f"prism {mode.value}: finding: no rank had steps {config.steps}: the trace is empty", err=True)
+    elif result.exit_code == 0 and not config.quiet and _saw_nothing(config):
+        click.echo(f"prism {mode.value}: warning: the program ran, and nothing of it was seen: it made no process "
+                   "group (torch.distributed.init_process_group)", err=True)  # fmt: skip
     return ExitCode.OK if result.exit_code == 0 and not is_empty else ExitCode.FINDING
 
 
@@ -189,6 +192,16 @@ def _holds_nothing(config: LaunchConfig) -> bool:
 
     with TraceReader(config.output) as reader:
         return not reader.ranks
+
+
+def _saw_nothing(config: LaunchConfig) -> bool:
+    """Whether the ranks of a job had no group, and no more than one stretch of computing from start to end."""
+    if config.mode not in (LaunchMode.OBSERVE, LaunchMode.RECORD) or not config.output.is_file():
+        return False
+    from prismtrace import TraceReader
+
+    with TraceReader(config.output) as reader:
+        return not reader.groups and all(reader.num_units(rank) <= 1 for rank in reader.ranks)
 
 
 def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from prism_sdk.errors import OutputExistsError, UsageError
+from prism_sdk.writing import file_in_path
 
 __all__ = ["check_folder", "check_output", "overwrite_option"]
 
@@ -33,6 +34,9 @@ def check_folder(output: Path) -> None:
         message = f"{output} is a device, a pipe or a socket; give a file name."
         raise click.BadParameter(message, param_hint="'--output'")
     if not output.parent.is_dir():
+        blocking = file_in_path(output)
+        if blocking is not None:
+            raise click.BadParameter(f"{blocking} is a file and no folder.", param_hint="'--output'")
         raise click.BadParameter(f"there is no folder {output.parent}; create it first.", param_hint="'--output'")
 
 

@@ -17,7 +17,7 @@ from prism_sdk.cli.main import run
 from prism_sdk.errors import RankFailedError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.testing.scripted import write_trace
-from prismtrace import GraphKind
+from prismtrace import GraphKind, ProcessGroup, TraceWriter
 
 
 class Launcher:
@@ -199,6 +199,23 @@ def test_json_is_the_last_line_and_strict(launcher: Launcher, capsys: pytest.Cap
     values = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert values["exit_code"] == 7 and values["mode"] == "observe" and values["wall_ns"] == 1_500_000_000
     assert values["summary"] == {"steps": 3, "loss": None, "path": "observed.prism"}
+
+
+@pytest.mark.parametrize("mode", ["observe", "record"])
+def test_a_program_that_communicates_nothing_is_remarked(
+    launcher: Launcher, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    with TraceWriter("x.prism", world_size=1) as writer:
+        writer.add_units(0, {"kind": [1]})
+    assert run([mode, "-o", "x.prism", "train.py"]) == 0
+    assert f"prism {mode}: warning: the program ran, and nothing of it was seen" in capsys.readouterr().err
+    assert run([mode, "-q", "-o", "x.prism", "train.py"]) == 0
+    assert capsys.readouterr().err == ""
+    with TraceWriter("x.prism", world_size=1, overwrite=True) as writer:
+        writer.add_group(ProcessGroup(5, ranks=(0,)))
+        writer.add_units(0, {"kind": [1]})
+    assert run([mode, "-o", "x.prism", "train.py"]) == 0
+    assert "warning" not in capsys.readouterr().err
 
 
 def test_the_report_goes_to_stderr(launcher: Launcher, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,7 +53,9 @@ def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_j
         between = "-"
         if report.interval is not None:
             between = f"{format_ns(report.interval.low)} to {format_ns(report.interval.high)}"
-        rows.append([name, report.num_ranks, format_ns(report.step_time_ns), f"{change:+.2f} %", between,
+        is_part = report.world_size > report.num_ranks
+        num_ranks = f"{report.num_ranks} of {report.world_size}" if is_part else report.num_ranks
+        rows.append([name, num_ranks, format_ns(report.step_time_ns), f"{change:+.2f} %", between,
                      *(f"{value:.1f} %" for value in (shares.busy_percent, shares.bubble_percent,
                                                       shares.imbalance_percent, shares.exposed_percent)),
                      straggler, format_bytes(report.memory_peak_bytes)])  # fmt: skip

@@ -143,7 +143,8 @@ class _Importer(TraceImporter):
         """A folder with the tables of a trace, or a file of this kind that says it is one of them."""
         try:
             if source.is_dir():
-                return any((source / f"units{ending}").is_file() for ending in _ENDINGS[self.kind])
+                names = [f"{table}{ending}" for table in table_names() for ending in _ENDINGS[self.kind]]
+                return any((source / name).is_file() for name in names)
             if not head.startswith(_MAGIC[self.kind]):
                 return False
             return open_source(source, self.kind, table=None).info.table in (*table_names(), *SIDE_TABLES)
@@ -160,6 +161,8 @@ class _Importer(TraceImporter):
         files = [open_source(path, self.kind, table=table) for path in self._files(sources)]
         counts = _Counts()
         first = _agreed(files, counts)
+        if all(source.info.table != "units" for source in files):
+            counts.note("there is no table of units: the trace has no communication and no computing")
         with whole_file(output) as temporary:
             kind, world_size = first.known_graph_kind, first.world_size
             with TraceWriter(temporary, graph_kind=kind, world_size=world_size, overwrite=True) as writer:

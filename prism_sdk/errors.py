@@ -263,7 +263,7 @@ class RankKilledError(RunError):
             name = signal.Signals(signal_number).name
         except ValueError:
             name = f"signal {signal_number}"
-        killed = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
+        killed = "the kernel ends a process this way when memory runs out: run fewer ranks at once or a smaller model"
         hint = killed if signal_number == signal.SIGKILL else None
         super().__init__(f"rank {rank} was killed by {name}", rank=rank, file=file, hint=hint)
         self.signal_number, self.signal_name = signal_number, name

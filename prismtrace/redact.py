@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets as random_source
+import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -133,9 +134,14 @@ def pseudonymiser_names(names: Iterable[str]) -> tuple[str, ...]:
     """The further names, of which none may be too short to be told from chance."""
     chosen = tuple(names)
     for name in chosen:
-        if len(name) < 3:
+        if is_too_short(name):
             raise TraceUsageError(f"the name {name!r} is shorter than 3 characters: it would be found everywhere")
     return chosen
+
+
+def is_too_short(name: str) -> bool:
+    """Whether a name would be found by chance: 3 letters are enough, or 2 of the wide characters of East Asia."""
+    return sum(2 if unicodedata.east_asian_width(letter) in "WF" else 1 for letter in name) < 3
 
 
 def _learn(reader: TraceReader, made: Pseudonymiser) -> None:

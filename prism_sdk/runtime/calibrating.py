@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from prism_sdk.abc import CalibrationContext, CalibrationResult
-from prism_sdk.errors import UnreadableError, UsageError
+from prism_sdk.errors import PrismError, UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
@@ -142,6 +142,10 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
             result = strategy.calibrate(SliceContext(
                 config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
             ))  # fmt: skip
+        except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
+            lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
+            error.hint = "\n".join(lines).strip() or None
+            raise
         finally:
             shutil.rmtree(work_dir, ignore_errors=True)
     else:

@@ -382,7 +382,7 @@ def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:
     with contextlib.suppress(subprocess.TimeoutExpired):
         code = process.wait(GRACE_S)
         how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    hint = "memory may have run out: use fewer ranks or --slots" if process.returncode == -signal.SIGKILL else None
+    hint = "memory may have run out: run fewer ranks at once" if process.returncode == -signal.SIGKILL else None
     return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
 
 
@@ -393,5 +393,5 @@ def _rank_failed(process: RankProcess) -> PrismError:
 def _rank_killed(process: RankProcess, num_ooms: int) -> PrismError:
     error = RankKilledError(process.rank, signal_number=process.signal_number or 0)
     if process.signal_number == signal.SIGKILL and num_ooms > 0:
-        error.hint = "memory ran out: the kernel counts a process that it ended for that. Use fewer ranks or --slots"
+        error.hint = "memory ran out: the kernel counts a process that it ended for that. Run fewer ranks at once"
     return error

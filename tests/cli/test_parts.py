@@ -197,3 +197,16 @@ def test_a_file_on_the_way_to_the_output_is_named(
     assert f"{blocking} is a file and no folder" in capsys.readouterr().err
     assert run([*command.split(), str(trace), "-o", str(tmp_path / "z" / "x.parquet")]) == 2
     assert f"there is no folder {tmp_path / 'z'}" in capsys.readouterr().err
+
+
+def test_names_of_two_wide_characters_are_hidden(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named, output = tmp_path / "named.prism", tmp_path / "o.prism"
+    with prismtrace.TraceWriter(named, metadata={"job.name": "run of 名前 today"}) as writer:
+        writer.add_units(0, {"kind": [1]})
+    for name, code in (("ab", 2), ("名", 2), ("名前", 0)):
+        assert run(["redact", str(named), "-o", str(output), "--name", name]) == code
+    assert "is shorter than 3 characters" in capsys.readouterr().err
+    with prismtrace.TraceReader(output) as reader:
+        assert "名前" not in reader.metadata["job.name"] and "today" in reader.metadata["job.name"]

@@ -56,7 +56,7 @@ def command(
     A word that looks like any other word is not recognised: name it with --name, or use --strings all.
     """
     from prismtrace import redact
-    from prismtrace.redact import KEPT, REDACTED
+    from prismtrace.redact import KEPT, REDACTED, is_too_short
 
     if key is not None and key_file is not None:
         raise UsageError("--key and --key-file are both given", hint="leave one out")
@@ -65,7 +65,7 @@ def command(
         secret = key_file.read_bytes().strip()
     if secret is not None and not secret:
         raise UsageError("the key is empty", hint="give some text, or leave the option out for a random key")
-    short = next((name for name in names if len(name) < 3), None)
+    short = next((name for name in names if is_too_short(name)), None)
     if short is not None:
         raise UsageError(f"--name {short!r} is shorter than 3 characters: it would be found everywhere")
     check_output(output, overwrite=overwrite, sources=[source])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
+from prism_sdk.cli.output import Ticker, echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.cli.parsing import STEPS
 from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import ExitCode, UsageError
@@ -38,7 +38,9 @@ def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_j
     chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
     reports: list[tuple[str, Report]] = []
-    for name, scenario in named:
+    tell = Ticker(f"simulating {file}", of="variants")
+    for number, (name, scenario) in enumerate(named):
+        tell(number, len(named))
         base = reports[0][1].step_time_ns if reports else None
         reports.append((name, summarise(scenario.run(file, steps=chosen), base_step_ns=base)))
     if as_json:

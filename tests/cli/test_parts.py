@@ -210,3 +210,34 @@ def test_names_of_two_wide_characters_are_hidden(
     assert "is shorter than 3 characters" in capsys.readouterr().err
     with prismtrace.TraceReader(output) as reader:
         assert "名前" not in reader.metadata["job.name"] and "today" in reader.metadata["job.name"]
+
+
+STRATEGY = """
+from prism_sdk.abc import CalibrationStrategy
+from prism_sdk.errors import RunError
+from prism_sdk.hookspecs import hookimpl
+
+class Failing(CalibrationStrategy):
+    name = "failing"
+    description = "fails as a run does"
+    def calibrate(self, context):
+        raise RunError("rank 3 failed", hint=f"look at it\\n  what was recorded is in {context.work_dir / 'x.prism'}")
+
+@hookimpl
+def prism_register_strategies():
+    return [Failing()]
+"""
+
+
+def test_a_hint_names_no_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "failing.py").write_text(STRATEGY)
+    write_trace(tmp_path / "g.prism", kind=GraphKind.BARE, world_size=2, ranks=[0, 1], num_steps=1, step_ns=1_000_000)
+    words = ["calibrate", "--graph", "g.prism", "-o", "c.prism", "--plugin", "failing.py", "--strategy", "failing"]
+    assert run([*words, "train.py"]) == 1
+    shown = capsys.readouterr().err
+    assert "rank 3 failed" in shown and "look at it" in shown and "recorded is in" not in shown
+    assert not list(tmp_path.glob("prism-calibrate-*"))

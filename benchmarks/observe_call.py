@@ -28,6 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
+from torch._C import _distributed_c10d as c10d
+
 from prism_sdk.runtime import intercept, observe
 from prism_sdk.runtime.hooks import follow_training
 from prism_sdk.runtime.intercept import Interceptor
@@ -75,9 +77,21 @@ class Played:
             module.device_of = lambda _call: device  # type: ignore[assignment]
         if hasattr(observe, "OUTLINES"):
             observe.OUTLINES.update({name: _on_device(outliner) for name, outliner in observe.OUTLINES.items()})
+        for name in ("allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base"):
+            setattr(c10d.Backend, name, _as_nccl(getattr(c10d.Backend, name)))
         tracing.uses_nccl = lambda _backend: True
         if hasattr(tracing, "is_capturing"):
             tracing.is_capturing = clock.is_capturing = lambda: False
+
+
+def _as_nccl(method: Any) -> Any:
+    """NCCL gives no handle for what is not asynchronous."""
+
+    def run(backend: Any, *given: Any) -> Any:
+        work = method(backend, *given)
+        return work if given[-1].asyncOp else None
+
+    return run
 
 
 def _on_device(outliner: Any) -> Any:

@@ -19,6 +19,8 @@ import torch
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ProcessGroup
 
+from prism_sdk.runtime.eager import compiler, leave_to_python
+
 if TYPE_CHECKING:
     from prism_sdk.runtime.intercept import Interceptor
 
@@ -30,7 +32,6 @@ _dispatch_keys: Callable[[torch.Tensor], Any] = _C._dispatch_keys
 _num_modes: Callable[[], int] = _C._len_torch_dispatch_stack
 _is_profiled: Callable[[], bool] = _C._autograd._profiler_enabled
 _transform: Callable[[], Any] = _C._functorch.peek_interpreter_stack
-_compiler: Callable[[], Any] = _C._dynamo.eval_frame.get_eval_frame_callback
 _is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _registers_works: Callable[[], bool] = getattr(c10d, "_allow_inflight_collective_as_graph_input", lambda: False)
 
@@ -182,7 +183,7 @@ def _make(
         if (
             interceptor is None or named or len(given) != num_given
             or (state := interceptor.plain_groups.get(group)) is None
-            or _compiler() is not None or _num_modes() or _is_profiled() or _transform() is not None
+            or compiler() is not None or _num_modes() or _is_profiled() or _transform() is not None
             or _registers_works() or interceptor.pid != _getpid()
             or (arranged := arrange(*given)) is None
         ):  # fmt: skip
@@ -202,15 +203,5 @@ def _make(
         return seam.issue(parsed)
 
     functools.update_wrapper(call, original)
-    _leave_to_python(call)
+    leave_to_python(call)
     return call
-
-
-def _leave_to_python(function: Any) -> None:
-    """Have torch's compiler take a function as it is, where a graph breaks around it."""
-    frames = _C._dynamo.eval_frame
-    if hasattr(frames, "skip_code"):
-        frames.skip_code(function.__code__)
-    elif hasattr(frames, "set_code_exec_strategy"):
-        strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
-        frames.set_code_exec_strategy(function.__code__, strategy)

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from prism_sdk.errors import UnsupportedError
 from prism_sdk.runtime import direct
 from prism_sdk.runtime.calls import GroupState
+from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
@@ -236,7 +237,7 @@ def _make_kernel(
             if _checks_devices and replaced and is_on_cpu:
                 process_group._get_backend(_CPU)  # says in torch's words that NCCL has none for the CPU
             if replaced and not is_on_cpu:
-                direct.refuse_capture(name)
+                _refuse_capture(name)
             try:
                 call = interceptor.seam.parse(name, interceptor.group_of(process_group), native, args)
             except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
@@ -250,7 +251,16 @@ def _make_kernel(
         boxed = work.boxed()
         return boxed if num_returns == 1 else (args[0], boxed)
 
-    return kernel
+    return uncompiled(kernel)
+
+
+def _refuse_capture(name: str) -> None:
+    """A mode that moves the data itself does so once, at the call: a graph would replay none of it."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            f"{name.strip('_')} while a CUDA graph is captured",
+            hint="capture computing only, or run without CUDA graphs; `prism observe` runs captured communication",
+        )
 
 
 def _skip_checking_wrapper() -> None:

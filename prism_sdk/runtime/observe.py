@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.futures import DrivenFuture, install_futures
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.oncuda.order import device_of
@@ -100,11 +101,12 @@ class TimedWork(PrismWork):
             self.source = inner._source_rank()
             settle_any_source(tracer, self.unit, self._any_source[0], self.source, self._any_source[1])
 
+    @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Each wait makes the stream that is current then wait, so on a GPU the backend's handle is needed again."""
         if self._complete is None and self._inner is not None and self._error is None:
             self._inner.wait()
-        return PrismWork.wait(self, timeout)
+        return bool(PrismWork.wait(self, timeout))
 
     def _release(self) -> None:
         self.waits_for = None

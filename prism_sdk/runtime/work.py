@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
 
 _live: dict[int, PrismWork] = {}
@@ -92,6 +93,7 @@ class PrismWork(Work):
             self._line = line
             _unwaited.setdefault(line[0], {})[line[1]] = self
 
+    @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         complete = self._complete
         if complete is not None:

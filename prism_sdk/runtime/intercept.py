@@ -48,7 +48,11 @@ class Seam(ABC):
 
     def takes_directly(self, device: torch.device) -> bool:
         """Whether calls with tensors on `device` may come to `issue` without passing torch's dispatcher."""
-        return not self.replaces_backend
+        if not self.replaces_backend:
+            return True
+        if device.type == "cpu":
+            return not _checks_devices
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
 
     @abstractmethod
     def issue(self, call: Any) -> Work:

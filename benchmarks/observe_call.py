@@ -3,18 +3,18 @@
     python benchmarks/observe_call.py [--backend fake|gloo] [--device cpu|played] [--calls 200] [--blocks 40]
 
 One process, tiny tensors.  Blocks of calls with and without observing alternate; `plain` is the median of a call
-without, `added` the median of the differences of neighbouring blocks.  With the backend `fake` (torch's own, which moves nothing and returns
-at once) the time is CPU time of the calling thread, which does not depend on what else the machine does; with
-`gloo`, a group of one rank, it is wall time.  `played`: the tracer of GPUs with events that cost nothing to speak of, so
-that its own Python is what is measured; sync calls run on a stream beside the main one, which waits for an event, as
-FSDP2 has it.  `--profile OP` prints where the time of one operation goes.
+without, `added` the median of the differences of neighbouring blocks.  With the backend `fake`, torch's own, which
+moves nothing and returns at once, the time is CPU time of the calling thread, which depends least on what else the
+machine does; with `gloo`, a group of one rank, it is wall time.  `played`: the tracer of GPUs with events that cost
+nothing to speak of, so that its own Python is what is measured; "stream beside" is what FSDP2 does: a synchronous call
+on another stream, and later the main one waits for an event of that.  `--profile OP` prints where the time goes.
 """
 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import contextlib
+import cProfile
 import pstats
 import statistics
 import tempfile
@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-
 from torch._C import _distributed_c10d as c10d
 
 from prism_sdk.runtime import intercept, observe
@@ -63,7 +62,9 @@ class Played:
                 return (other.at - self.at) / 1e6
 
         cuda: Any = torch.cuda
-        cuda.Event = type("Event", (Event,), {"record": lambda e, stream=None: None, "wait": lambda e, stream=None: None})
+        cuda.Event = type(
+            "Event", (Event,), {"record": lambda e, stream=None: None, "wait": lambda e, stream=None: None}
+        )
         clock.Event = Event
         clock.current_device = lambda: 0  # type: ignore[assignment]
         clock.current_stream = lambda _device: played.stream  # type: ignore[assignment]
@@ -71,7 +72,7 @@ class Played:
         cuda.is_initialized = lambda: True
         cuda.is_current_stream_capturing = lambda: False
         cuda.synchronize = lambda: None
-        durations._entries = lambda: []
+        durations._entries = list
         device = torch.device("cuda")
         for module in (observe, tracing):
             module.device_of = lambda _call: device  # type: ignore[assignment]

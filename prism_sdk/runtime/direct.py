@@ -50,9 +50,10 @@ def _plain_keys() -> dict[int, torch.device]:
     """The dispatch keys of tensors that are nothing but memory on a device."""
     found = {}
     for name in ("CPU", "CUDA"):
-        kinds = [getattr(_C.DispatchKey, kind) for kind in (name, f"Autocast{name}", f"Autograd{name}", "ADInplaceOrView")]
-        inference = _C.DispatchKeySet(kinds[0]) | _C.DispatchKeySet(kinds[1])
-        plain = inference | _C.DispatchKeySet(kinds[2]) | _C.DispatchKeySet(kinds[3])
+        kinds = (name, f"Autocast{name}", f"Autograd{name}", "ADInplaceOrView")
+        keys = [_C.DispatchKeySet(getattr(_C.DispatchKey, kind)) for kind in kinds]
+        inference = keys[0] | keys[1]
+        plain = inference | keys[2] | keys[3]
         found |= dict.fromkeys((plain.raw_repr(), inference.raw_repr()), torch.device(name.lower()))
     return found
 
@@ -76,7 +77,7 @@ def _place_of(tensors: Any) -> torch.device | None:
         return None
     device = _device_of(tensors[0])
     for tensor in tensors[1:]:
-        if _device_of(tensor) != device:
+        if _device_of(tensor) is not device:
             return None
     return device
 
@@ -99,6 +100,14 @@ def _all_reduce_coalesced(tensors: Any, options: Any = None) -> Arranged:
     if type(options) is not c10d.AllreduceCoalescedOptions or (device := _place_of(tensors)) is None:
         return None
     return device, (tensors, None, _code(options), options.asyncOp), (tensors, options)
+
+
+def _all_gather_list(outputs: Any, inputs: Any, options: Any = None) -> Arranged:
+    if type(options) is not c10d.AllgatherOptions or (device := _place_of(inputs)) is None:
+        return None
+    if type(outputs) is not list or len(outputs) != 1 or _place_of(outputs[0]) is not device:
+        return None
+    return device, (outputs, inputs, None, options.asyncOp), (outputs, inputs, options)
 
 
 def _broadcast(tensors: Any, options: Any = None) -> Arranged:
@@ -144,6 +153,7 @@ _METHODS: dict[str, tuple[str, str, Callable[..., Arranged]]] = {
     "allreduce": ("allreduce_", "allreduce", _all_reduce),
     "allreduce_coalesced": ("allreduce_coalesced_", "allreduce_coalesced", _all_reduce_coalesced),
     "broadcast": ("broadcast_", "broadcast", _broadcast),
+    "allgather": ("allgather_", "allgather", _all_gather_list),
     "_allgather_base": ("_allgather_base_", "_allgather_base", _all_gather),
     "all_gather_single": ("_allgather_base_", "_allgather_base", _all_gather),
     "_reduce_scatter_base": ("_reduce_scatter_base_", "_reduce_scatter_base", _reduce_scatter),

@@ -59,8 +59,8 @@ class TimedWork(PrismWork):
     """Wraps a backend's own work handle and dates the waits for it."""
 
     def __init__(
-        self, inner: Work, tracer: Tracer, unit: int, posted_ns: int, *, is_async: bool, outputs: Sequence[torch.Tensor],
-        on_device: bool, any_source: tuple[GroupState, int] | None = None,
+        self, inner: Work, tracer: Tracer, unit: int, posted_ns: int, *, is_async: bool,
+        outputs: Sequence[torch.Tensor], on_device: bool, any_source: tuple[GroupState, int] | None = None,
     ) -> None:  # fmt: skip
         """`any_source`: group and tag of a receive that nobody knows the sender of."""
         Work.__init__(self)  # one of these is on the way of every call: what follows is all that it needs

@@ -69,7 +69,7 @@ def _all_gather(group: GroupState, args: tuple[Any, ...]) -> Outline | None:
 
 def _all_gather_coalesced(group: GroupState, args: tuple[Any, ...]) -> Outline | None:
     outputs, inputs = args[0], args[1]
-    if not outputs or len(outputs) != len(inputs) or not all([output.is_contiguous() for output in outputs]):
+    if not outputs or len(outputs) != len(inputs) or not all(output.is_contiguous() for output in outputs):
         return None
     return (
         _ALL_GATHER, _NO_REDUCTION, DTYPES.get(inputs[0].dtype, _UNSPECIFIED), sum([t.numel() for t in inputs]),

@@ -48,7 +48,7 @@ _REDUCTIONS = tuple(_Reduction(code) for code in range(16))
 
 def _plain_keys() -> dict[int, torch.device]:
     """The dispatch keys of tensors that are nothing but memory on a device."""
-    found = {}
+    found: dict[int, torch.device] = {}
     for name in ("CPU", "CUDA"):
         kinds = (name, f"Autocast{name}", f"Autograd{name}", "ADInplaceOrView")
         keys = [_C.DispatchKeySet(getattr(_C.DispatchKey, kind)) for kind in kinds]

@@ -112,7 +112,7 @@ def run(arguments: Sequence[str], *, interrupted: Callable[[], bool] = lambda: F
     ``interrupted`` says whether Ctrl-C was pressed: where a library swallows it, an error of another kind follows.
     """
     if sys.stdout is None:  # closed by the shell (`>&-`): nobody wants to read it
-        sys.stdout = open(os.devnull, "w")
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
     try:
         code = cli.main(args=list(arguments), prog_name="prism", standalone_mode=False)
         sys.stdout.flush()

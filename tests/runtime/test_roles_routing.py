@@ -151,8 +151,8 @@ def test_recorded_steps_of_a_rank_that_ran_may_not_route_otherwise(graph: Path, 
     group = GroupState(known.name, known.ranks, 1, "gloo", "experts", known.group_id)
     cursor = Cursor(replace(script, expected=script.expected[number:]), str(graph))
     call = Call(
-        Op.ALL_TO_ALL, group, lambda: None, contribution=[torch.zeros(one.num_elements_in + 4)], outputs=[torch.zeros(4)],
-        splits_in=[4, one.num_elements_in], dtype=one.dtype, equal_counts=False,
+        Op.ALL_TO_ALL, group, lambda: None, contribution=[torch.zeros(one.num_elements_in + 4)],
+        outputs=[torch.zeros(4)], splits_in=[4, one.num_elements_in], dtype=one.dtype, equal_counts=False,
     )  # fmt: skip
     if stood_for_by is None:
         with pytest.raises(TraceMismatchError) as caught:

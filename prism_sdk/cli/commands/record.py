@@ -8,7 +8,7 @@ import click
 
 from prism_sdk.cli.commands.observe import DEVICE_MEMORY, PAYLOADS
 from prism_sdk.cli.launching import launch_command, option
-from prism_sdk.cli.parsing import SIZE
+from prism_sdk.cli.parsing import RANKS, SIZE
 from prism_sdk.runtime.config import DEFAULT_SAMPLES, LaunchMode
 
 SLOTS = option(
@@ -47,11 +47,17 @@ SAMPLES = option(
     help="With --roles: run so many ranks more, to verify that ranks of one role do the same. "
     f" [default: {DEFAULT_SAMPLES}]",
 )
+SAMPLE_RANKS = option(
+    "--sample-ranks",
+    type=RANKS,
+    help="With --roles: run these ranks too, e.g. 8,40-41, with those whom they meet in groups that tell roles apart, "
+    "so that what follows from their own data is recorded; --samples is 0 then unless given.",
+)
 
 
 @launch_command(
     LaunchMode.RECORD, output="bare.prism",
-    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK],
+    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK],
 )  # fmt: skip
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -156,8 +157,8 @@ class RoleCoordinator(Coordinator):
     """Multiplexes the ranks that run over the slots, and completes operations for those that do not."""
 
     def __init__(
-        self, num_slots: int, *, world_size: int, num_samples: int, plan: RolePlan | None = None,
-        is_stated: bool = False, pin: bool = True,
+        self, num_slots: int, *, world_size: int, num_samples: int, sample_ranks: Sequence[int] = (),
+        plan: RolePlan | None = None, is_stated: bool = False, pin: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(num_slots, pin=pin)
         self.families = Families(world_size)
@@ -165,7 +166,7 @@ class RoleCoordinator(Coordinator):
         self.starts_again = False  # the attempt is over, and nothing of it counts
         self.notes: dict[str, None] = {}  # approximations that the program's operations show
         self._is_stated = is_stated
-        self._num_samples = num_samples
+        self._num_samples, self._sample_ranks = num_samples, sample_ranks
         self._matcher: RoleMatcher = RoleMatcher()
         self._store = self._pairs = RoleKeyValues()
         self._held: list[tuple[Any, ...]] = []  # what the scout said before the roles were known
@@ -187,10 +188,13 @@ class RoleCoordinator(Coordinator):
     # -- roles ------------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        self._adopt(plan_of_groups(self.families, num_samples=self._num_samples))
+        self._adopt(self._found_plan())
         for message in self._held:
             super().message(SCOUT, message)
         self._held.clear()
+
+    def _found_plan(self) -> RolePlan:
+        return plan_of_groups(self.families, num_samples=self._num_samples, wanted_ranks=self._sample_ranks)
 
     def _adopt(self, plan: RolePlan) -> None:
         """Start the ranks of the plan that do not run yet."""
@@ -277,7 +281,7 @@ class RoleCoordinator(Coordinator):
                 self._decide()
         elif self._is_grown and message[0] in ("wait", "poll"):
             self._is_grown = False
-            found = plan_of_groups(self.families, num_samples=self._num_samples)
+            found = self._found_plan()
             if found.num_roles > self.plan.num_roles:
                 raise RolesChanged(found)
         return message

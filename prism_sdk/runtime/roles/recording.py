@@ -24,6 +24,7 @@ from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.verifying import Disagreement, disagreements
 from prism_sdk.runtime.roles.writing import write_all_ranks
 from prism_sdk.runtime.shards import merge_shards
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 _MAX_STARTS = 8
@@ -78,8 +79,8 @@ class _Attempt:
         self._config, self._left_out, self._progress = config, left_out, progress
         self._plan, self._is_stated = plan, is_stated
         self.policy = RoleCoordinator(
-            config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples, plan=plan,
-            is_stated=is_stated, pin=config.pin,
+            config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples,
+            sample_ranks=config.sample_ranks, plan=plan, is_stated=is_stated, pin=config.pin,
         )  # fmt: skip
 
     def run(self) -> LaunchResult:
@@ -106,9 +107,9 @@ class _Attempt:
                 found = [*self._left_out, *disagreements(reader, plan, mapper)]
             for note in policy.notes:
                 self._progress.say(f"an approximation: {note}")
-            for one in found:
-                self._progress.say(str(one))
-            if found and self._is_stated:
+            for line in _lines(found):
+                self._progress.say(line)
+            if self._is_stated and any(not one.is_routing for one in found):
                 self._progress.say(f"the stated layout does not fit: --roles {self._config.roles} says that these "
                                    "ranks do the same; state another one, or --roles auto")  # fmt: skip
             if plan.samples and not found:
@@ -120,6 +121,19 @@ class _Attempt:
         finally:
             ran.unlink(missing_ok=True)
         return True
+
+
+def _lines(found: list[Disagreement]) -> list[str]:
+    """What is said of disagreements; of ranks that only send other numbers of tokens one line."""
+    routed = [one for one in found if one.is_routing]
+    lines = [str(one) for one in found if not one.is_routing]
+    if routed:
+        first = routed[0]
+        lines.append(
+            f"sizes of all-to-alls follow from data, so {counted(len(routed), 'sampled rank')} had others than the "
+            f"ranks that stand for them, and did the same otherwise: first, {first}"
+        )
+    return lines
 
 
 def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -> dict[str, str]:
@@ -136,4 +150,3 @@ def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -
         "roles.approximations": json.dumps([*plan.notes, *policy.notes]),
         "roles.families": json.dumps(families),
     }
-

@@ -6,6 +6,7 @@ Machines share the file system of the output, and have the same Python environme
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from prism_sdk.errors import RunError, UsageError
+from prism_sdk.errors import OutputError, PrismError, RunError, UsageError
 from prism_sdk.runtime.config import LaunchConfig
 from prismtrace import PrismTraceError, TraceReader
 
@@ -113,6 +114,7 @@ class RayEngine:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"the Ray cluster at {address or 'this machine'} cannot be used: {error}",
                              hint="`ray status` says what is there") from error  # fmt: skip
+        _keep_quiet()
         self.machines = tuple(
             ClusterMachine(
                 f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}", node["NodeManagerAddress"],
@@ -196,6 +198,15 @@ class RayEngine:
         self._ray.cancel(reference, force=True)
 
 
+def _keep_quiet() -> None:
+    """Ray prints on stdout that a machine has gone, in the middle of what the job prints; Prism says so by itself."""
+    with contextlib.suppress(ImportError, AttributeError):  # there is no public way
+        from ray._private.worker import global_worker
+
+        global_worker.threads_stopped.set()
+        global_worker.gcs_error_subscriber.close()
+
+
 def _run_there(argv: list[str], folder: str, environ: dict[str, str], text: str) -> tuple[int, str]:
     done = subprocess.run(
         argv, cwd=folder, env=environ, input=text, capture_output=True, text=True, errors="replace", check=False
@@ -203,22 +214,32 @@ def _run_there(argv: list[str], folder: str, environ: dict[str, str], text: str)
     return done.returncode, done.stderr
 
 
-def kept_folder(config: LaunchConfig) -> Path:
-    """The folder of a calibration's finished slices, beside its output; emptied where it is of another calibration."""
+def kept_folder(folder: Path, facts: Sequence[object], *, label: str) -> Path:
+    """The folder of what is finished; made, and emptied where it belongs to work of which other `facts` are true.
+
+    Raises OutputError where it cannot be written.
+    """
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    try:
+        if not (folder / label).is_file() or (folder / label).read_text() != digest:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            (folder / label).write_text(digest)
+    except OSError as error:
+        raise OutputError(str(folder), reason=error.strerror or type(error).__name__) from error
+    return folder
+
+
+def kept_slices(config: LaunchConfig) -> Path:
+    """Where finished slices of a calibration are, beside its output."""
     assert config.graph is not None
-    folder = config.output.absolute().with_name(f"{config.output.name}.slices")
     state = config.graph.stat()
     facts = (
         config.target, config.is_module, config.arguments, str(config.graph.absolute()), state.st_size,
         state.st_mtime_ns, config.num_slots, config.backend, config.device, sorted(config.options.items()),
     )  # fmt: skip
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    label = folder / "calibration"
-    if not label.is_file() or label.read_text() != digest:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        label.write_text(digest)
-    return folder
+    folder = config.output.absolute().with_name(f"{config.output.name}.slices")
+    return kept_folder(folder, facts, label="calibration")
 
 
 def _environ() -> dict[str, str]:
@@ -233,7 +254,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the task that a file describes. It ends with the task that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     task: Task = pickle.loads(Path(argv[0]).read_bytes())
-    task.run()
+    try:
+        task.run()
+    except PrismError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0
 
 

@@ -141,4 +141,3 @@ def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -
         "roles.approximations": json.dumps([*plan.notes, *policy.notes]),
         "roles.families": json.dumps(families),
     }
-

@@ -189,18 +189,21 @@ def _captured_output() -> Any:
 def serve(address: str, port: int, number: int, key: bytes) -> None:
     """Be machine `number` of the launcher at `address`. Raises PrismError where that cannot be."""
     link = links.connect(address, port, key)
-    link.send(("here", number, socket.gethostname()))
-    kind, begin = link.receive()
-    assert kind == "begin" and isinstance(begin, Begin)
-    if not (begin.parts_dir / begin.mark).is_file():
+    try:
+        link.send(("here", number, socket.gethostname()))
+        kind, begin = link.receive()
+        assert kind == "begin" and isinstance(begin, Begin)
+        if (begin.parts_dir / begin.mark).is_file():
+            with contextlib.suppress(Interrupted):
+                BranchHost(begin, link).run()
+            return
         error = UsageError(
             f"machine {socket.gethostname()} does not see the folder of the output, {begin.parts_dir.parent}",
             hint="write to a file system that all machines of the cluster share",
         )  # fmt: skip
         link.send(("refused", error))
-        return
-    with contextlib.suppress(Interrupted):
-        BranchHost(begin, link).run()
+    finally:
+        link.close()
 
 
 def main(argv: Sequence[str]) -> int:

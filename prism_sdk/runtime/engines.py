@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import pickle
 import shutil
@@ -110,7 +111,7 @@ class RayEngine:
                              hint="pip install 'prismtrace[ray]'") from None  # fmt: skip
         self._ray: Any = ray
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="error", include_dashboard=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"the Ray cluster at {address or 'this machine'} cannot be used: {error}",
                              hint="`ray status` says what is there") from error  # fmt: skip
@@ -201,8 +202,9 @@ class RayEngine:
 def _keep_quiet() -> None:
     """Ray prints on stdout that a machine has gone, in the middle of what the job prints; Prism says so by itself."""
     with contextlib.suppress(ImportError, AttributeError):  # there is no public way
-        from ray._private.worker import global_worker
+        from ray._private import worker
 
+        global_worker: Any = worker.global_worker
         global_worker.threads_stopped.set()
         global_worker.gcs_error_subscriber.close()
 

@@ -57,7 +57,7 @@ def record(
     """Record a job over `machines` (names, and slots of each); `say` gets the lines that a user sees."""
     config = LaunchConfig(
         LaunchMode.RECORD, str(script), output, arguments=tuple(arguments), nproc_per_node=num_ranks, roles=roles,
-        payloads=payloads, quiet=True,
+        payloads=payloads, adapters=(), quiet=True,
     )  # fmt: skip
     with Progress(config.mode, quiet=True, environ=os.environ) as progress:
         progress.say = say  # type: ignore[method-assign]

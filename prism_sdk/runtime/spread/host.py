@@ -338,6 +338,7 @@ class SpreadHost(RankHost):
                 messages = machine.channel.receive_ready()
             except ChannelClosed:
                 self._selector.unregister(machine.channel.sock)
+                machine.channel.close()
                 machine.channel = machine.outbound = None
                 continue
             for name, *details in messages:

@@ -45,7 +45,7 @@ def command(
         raise UsageError("there is nothing to compare", hint="give --variant '--slow rank=0:1.2', as often as you like")
     if address is not None and engine is None:
         raise UsageError("--address is that of an engine's cluster: give --engine ray too")
-    chosen = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+    chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
     reports = _reports(file, named, chosen, engine=engine, address=address)
     if as_json:

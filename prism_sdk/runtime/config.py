@@ -138,7 +138,7 @@ class LaunchConfig:
     moe_skew: float | None = None
     """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     engine: str | None = None
-    """Calibrate: what spreads slices over machines (``ray``); absent: they run here, one after the other."""
+    """Record, calibrate: what spreads ranks or slices over machines (``ray``); absent: they run here."""
     address: str | None = None
     """Of the engine's cluster; absent: one on this machine."""
     pin: bool = True

@@ -7,7 +7,6 @@ switching are those of the coordinator of a full recording.
 from __future__ import annotations
 
 import pickle
-import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +14,9 @@ from typing import Any
 
 from prism_sdk.errors import AsymmetryError, CollectiveMismatchError, PrismError, UnsupportedError
 from prism_sdk.runtime.coordinator import Coordinator
-from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 from prism_sdk.runtime.progress import Snapshot
+from prism_sdk.runtime.roles.keys import RoleKeyValues
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, plan_of_groups
 from prism_sdk.runtime.roles.views import GroupView, SharedSources, Source, Views
 from prism_sdk.runtime.standing import WAITING, RankState
@@ -126,33 +125,6 @@ class RoleMatcher(Matcher):
         return AsymmetryError(rank, representative=plan.representatives[int(plan.role_of[rank])], what=what)
 
 
-class RoleKeyValues(KeyValues):
-    """The rendezvous store; a key that names an absent rank is that of the rank that stands for it."""
-
-    plan: RolePlan | None = None
-
-    def run(self, request: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        _, operation, *arguments, timeout = request
-        if self.plan is not None and operation in ("get", "wait", "check", "multi_get"):
-            keys = arguments[0]
-            arguments = [self._stand_in(keys) if isinstance(keys, str) else [self._stand_in(key) for key in keys]]
-        return super().run(("store", operation, *arguments, timeout))
-
-    def _stand_in(self, key: str) -> str:
-        plan = self.plan
-        assert plan is not None
-        if key in self._values:
-            return key
-
-        def replaced(match: re.Match[str]) -> str:
-            rank = int(match[0])
-            return str(plan.representative(rank)) if rank < plan.world_size else match[0]
-
-        head, slash, name = key.rpartition("/")  # what stands before is prefixes of groups
-        other = f"{head}{slash}{re.sub('[0-9]+', replaced, name)}"
-        return other if other in self._values else key
-
-
 class RoleCoordinator(Coordinator):
     """Multiplexes the ranks that run over the slots, and completes operations for those that do not."""
 
@@ -171,6 +143,7 @@ class RoleCoordinator(Coordinator):
         self._store = self._pairs = RoleKeyValues()
         self._held: list[tuple[Any, ...]] = []  # what the scout said before the roles were known
         self._unnamed: dict[tuple[str, tuple[int, ...]], int] = {}  # groups that the scout has not named yet
+        self._unsettled: set[int] = set()  # groups named last: others of their kind may still be made
         self._delayed: dict[int, deque[tuple[Any, ...]]] = {}  # what ranks said of such groups, and after it
         self._is_grown = False  # the scout has made groups since the roles were decided
 
@@ -217,9 +190,19 @@ class RoleCoordinator(Coordinator):
     def _on_groups(self, rank: int, message: tuple[Any, ...]) -> None:
         """The scout names all groups, those that it is no member of as well."""
         for fact in message[1]:
-            self.families.add(GroupFact(*fact))
+            self.families.add(group := GroupFact(*fact))
             self._unnamed.pop((fact[0], fact[3]), None)
+            if self.plan is not None:
+                self._unsettled.add(group.group_id)
         self._is_grown = self.plan is not None and not self._is_stated
+        self._resume_delayed()
+
+    def _settle(self) -> None:
+        """The scout communicates, or nobody can run: it has named all groups that it made until then."""
+        self._unsettled.clear()
+        self._resume_delayed()
+
+    def _resume_delayed(self) -> None:
         for other in list(self._delayed):
             queue = self._delayed[other]
             while queue and not self._must_wait(queue[0]):
@@ -239,10 +222,12 @@ class RoleCoordinator(Coordinator):
 
     def _must_wait(self, message: tuple[Any, ...]) -> bool:
         """Whether a message is of a group of which the scout has not yet named the others of its kind."""
-        return message[0] in _OF_GROUPS and message[1][1] in self._unnamed.values()
+        if message[0] not in _OF_GROUPS:
+            return False
+        return message[1][1] in self._unsettled or message[1][1] in self._unnamed.values()
 
     def _delay(self, rank: int, message: tuple[Any, ...]) -> bool:
-        if rank == SCOUT or not (rank in self._delayed or (self._unnamed and self._must_wait(message))):
+        if rank == SCOUT or not (rank in self._delayed or self._must_wait(message)):
             return False
         self._delayed.setdefault(rank, deque()).append(message)
         if message[0] in ("wait", "poll", "store"):  # until then others may run
@@ -253,6 +238,8 @@ class RoleCoordinator(Coordinator):
     def message(self, rank: int, message: tuple[Any, ...]) -> None:
         try:
             if rank == SCOUT:
+                if self._unsettled and message[0] in _OF_GROUPS:
+                    self._settle()
                 message = self._hear_scout(message)
                 if not message:
                     return
@@ -368,6 +355,9 @@ class RoleCoordinator(Coordinator):
         scout = self._states.get(SCOUT)
         if self.plan is None and scout is not None and scout.state == WAITING and not self._holders:
             self._decide()  # it waits for a key of another rank
+            self._grant()
+        if self._unsettled and not (self._holders or self._ready or self._lent):
+            self._settle()
             self._grant()
         super().tick()
 

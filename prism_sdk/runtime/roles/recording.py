@@ -7,7 +7,7 @@ followed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,8 +30,12 @@ from prismtrace import TraceReader
 _MAX_STARTS = 8
 
 
-def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
+def record_by_roles(
+    config: LaunchConfig, progress: Progress, *, equip: Callable[[RoleCoordinator], None] = lambda policy: None
+) -> LaunchResult:  # fmt: skip
     """Record the job of `config` with one real rank a role; the trace has all ranks.
+
+    `equip` gives the coordinator of each attempt slots and a host other than this machine's.
 
     Raises PrismError as a recording of all ranks does, and AsymmetryError where a rank that stands for others cannot.
     """
@@ -39,6 +43,7 @@ def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
     is_stated, left_out = plan is not None, list[Disagreement]()
     for start in range(_MAX_STARTS):
         attempt = _Attempt(config, plan, is_stated=is_stated, left_out=left_out, progress=progress)
+        equip(attempt.policy)
         try:
             return attempt.run()
         except RolesChanged as change:

@@ -44,9 +44,7 @@ class Route:
         with TraceReader(self.calibrated.trace) as graph, TraceReader(self.emulated.trace) as emulated:
             assert tuple(emulated.ranks) == self.sandbox
             for rank in self.sandbox:
-                assert _texts(emulated, rank) == _texts(graph, rank), (
-                    f"rank {rank} has other names emulated"
-                )
+                assert _texts(emulated, rank) == _texts(graph, rank), f"rank {rank} has other names emulated"
                 assert emulated.metadata[f"rank.{rank}.fidelity"] == "full"
 
 

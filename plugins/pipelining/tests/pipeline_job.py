@@ -2,8 +2,8 @@
 
     prism record --nproc-per-node 8 ... -- pipeline_job.py PLAN.json SCHEDULE...
 
-There are two replicas of the pipeline, on even and on odd ranks. Each schedule runs one optimizer step. It holds no test,
-and nothing in it knows about Prism.
+There are two replicas of the pipeline, on even and on odd ranks. Each schedule runs one optimizer step. It holds no
+test, and nothing in it knows about Prism.
 """
 
 import json

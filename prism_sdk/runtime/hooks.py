@@ -76,7 +76,9 @@ def follow_training(
 
 def _fits(root: Any, gradient: Any) -> bool:
     """Whether a root still has its value: of one that was freed a single element is left, and nothing stands in it."""
-    return gradient is None or gradient.numel() == root.numel()
+    if gradient is None or not isinstance(root, torch.Tensor):  # an edge of the graph has no value anyway
+        return True
+    return bool(gradient.numel() == root.numel())
 
 
 def _is_inference_of_shapes() -> bool:

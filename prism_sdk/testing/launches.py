@@ -88,7 +88,7 @@ class Launches:
         `transfers` is a trace of the job observed: what no slice does as a whole takes as long as there. Without it
         a further launch measures that.
         """
-        options = ["--graph", graph, "--slots", "2", "-O", "passes=1"]
+        options: list[str | Path] = ["--graph", graph, "--slots", "2", "-O", "passes=1"]
         if transfers is not None:
             options += ["-O", f"transfers={transfers}"]
         return self.must("calibrate", script, arguments, options=options)

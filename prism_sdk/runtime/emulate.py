@@ -197,7 +197,7 @@ class EmulateSeam(Seam):
             if work is None:
                 self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
                 return None
-            timed = TimedWork(work, self.tracer, unit, call, posted)
+            timed = TimedWork.of(work, self.tracer, unit, call, posted)
             timed.source = -1 if call.peer is None else call.peer
             return timed
 

@@ -26,8 +26,8 @@ from prism_sdk.runtime.manifest import OWN, Expected, Script  # noqa: E402
 from prism_sdk.runtime.oncuda import holding  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
-from prism_sdk.runtime.oncuda.holdkernel import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
+from prism_sdk.runtime.oncuda.occupying import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
@@ -292,7 +292,8 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
 
     def compile_kernel(source: str, name: str) -> Any:
         assert f"__launch_bounds__(640) {name}(" in source
-        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr()))
+        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr(),
+                                                 launch["args"][1], launch["args"][-1]))  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     kernel = HoldKernel(words, 24)
@@ -301,7 +302,9 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
         kernel.hold(call, word, 5)
-    assert launches == [((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i) for i, n in enumerate((24, 2, 1))]
+    assert launches == [
+        ((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i, 5, -1) for i, n in enumerate((24, 2, 1))
+    ]  # -1: until it is released
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
         HoldKernel(words, 24)

@@ -34,9 +34,9 @@ from prism_sdk.runtime.oncuda.compensating import Compensator
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
-from prism_sdk.runtime.oncuda.holdkernel import HoldKernel
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
+from prism_sdk.runtime.oncuda.occupying import HoldKernel
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op

@@ -77,6 +77,7 @@ $(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml) nccl_profiler/pyproject.to
 		&& $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \
 			--ignore-requires-python $(FRAMEWORKS) \
 		|| echo 'note: they could not be installed; tests that need them are skipped'
+	@echo '==> ready; to have prism on the path: . $(VENV)/bin/activate'
 	@touch $@
 
 demo: $(STAMP)

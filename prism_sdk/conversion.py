@@ -10,13 +10,13 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from prism_sdk.abc import ConversionReport, TraceExporter, TraceImporter
-from prism_sdk.errors import OutputError, PrismError, UnknownFormatError, UnreadableError, UsageError
+from prism_sdk.errors import OutputError, OutputExistsError, PrismError, UnknownFormatError, UnreadableError, UsageError
 from prism_sdk.plugins import PluginManager
 
 __all__ = ["KNOWN_PLUGINS", "convert", "head_of", "to_install"]
@@ -57,10 +57,11 @@ def convert(
         What was used (``kineto -> trace -> perfetto``), and the report of the last step with the notes of all.
 
     Raises:
-        UsageError: the choice makes no sense, such as a trace into a trace.
+        UsageError: the choice makes no sense, such as a trace into a trace, or the output cannot be one.
         UnknownFormatError: nobody, or more than one importer, knows the sources, or nobody writes the output.
         UnreadableError: a source cannot be read.
-        OutputError: the output exists or cannot be written.
+        OutputExistsError: the output exists.
+        OutputError: it cannot be written.
     """
     heads = {source: head_of(source) for source in sources}
     traces = [source for source, head in heads.items() if head.startswith(_TRACE_MAGIC)]
@@ -82,7 +83,7 @@ def convert(
     writer = _choose_exporter(manager, output, exporter)
     with _beside(output, suffix=".prism") as between:
         first = _import(reader, sources, between, settings, report, overwrite=True)
-        second = _export(writer, between, output, {}, report, overwrite=overwrite)
+        second = _export(writer, between, output, {}, report, overwrite=overwrite, of=sources[0])
     counts = {**{f"import_{name}": number for name, number in first.counts.items()}, **second.counts}
     notes = (*first.notes, *second.notes)
     return f"{reader.name} -> trace -> {writer.name}", replace(second, counts=counts, notes=notes)
@@ -121,11 +122,11 @@ def _check_output(output: Path, sources: Sequence[Path], *, overwrite: bool) -> 
         if output.exists() and output.samefile(source):
             raise UsageError(f"the output {output} is one of the sources", hint="give -o another name")
     if output.is_dir() and any(output.iterdir()):
-        raise OutputError(str(output), reason="it is a folder that is not empty", hint="name a new one")
+        raise UsageError(f"the output {output} is a folder that is not empty", hint="name a new one")
     if output.exists() and not output.is_dir() and not output.is_file():
-        raise OutputError(str(output), reason="it is a device, a pipe or a socket", hint="name a file")
-    if output.exists() and not output.is_dir() and not overwrite:
-        raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+        raise UsageError(f"the output {output} is a device, a pipe or a socket", hint="name a file")
+    if os.path.lexists(output) and not output.is_dir() and not overwrite:
+        raise OutputExistsError(str(output))
     if not output.absolute().parent.is_dir():
         raise UsageError(f"there is no folder {output.parent}", hint="create it first")
 
@@ -156,7 +157,7 @@ def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: 
         if not names:
             packed = next((what for magic, what in _PACKED.items() if heads[source].startswith(magic)), None)
             what = f"{source} is {packed}; unpack it first" if packed else f"no importer recognises {source}"
-            raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice)
+            raise UnknownFormatError(what, file=str(source), known=tuple(known), hint=advice, is_unreadable=True)
     common = set.intersection(*(set(names) for names in chosen.values()))
     if len(common) == 1:
         return known[common.pop()]
@@ -192,7 +193,7 @@ def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> 
         raise UnknownFormatError(message, file=str(output), known=tuple(names), hint="say which: --to NAME")
     listing = ", ".join(sorted({suffix for suffix, _ in endings} | {".prism"}))
     advice = "\n  ".join(part for part in (_installed("exporters", known), to_install(manager)) if part)
-    message = f"no exporter writes {output.name} (known endings: {listing})"
+    message = f"no exporter writes {output.name} (known endings: {listing}; --to NAME names one for any other)"
     raise UnknownFormatError(message, file=str(output), known=tuple(known), hint=advice)
 
 
@@ -206,7 +207,7 @@ def _import(
     overwrite: bool,
 ) -> ConversionReport:
     with _beside(output) as temporary:
-        with _plugin_errors(f"the importer {importer.name!r}", str(sources[0])):
+        with _plugin_errors(f"the importer {importer.name!r}", str(sources[0]), temporary, output):
             done = importer.import_trace(sources, output=temporary, options=options, report=report)
         _put(temporary, output, overwrite=overwrite)
     return replace(done, output=output)
@@ -220,24 +221,35 @@ def _export(
     report: Callable[[str], None],
     *,
     overwrite: bool,
+    of: Path | None = None,
 ) -> ConversionReport:
     with _beside(output) as temporary:
-        with _plugin_errors(f"the exporter {exporter.name!r}", str(source)):
+        with _plugin_errors(f"the exporter {exporter.name!r}", str(of or source), temporary, output):
             done = exporter.export_trace(source, output=temporary, options=options, report=report)
         _put(temporary, output, overwrite=overwrite)
     return replace(done, output=output)
 
 
 @contextmanager
-def _plugin_errors(who: str, file: str) -> Iterator[None]:
-    """A plugin that raises something of its own becomes one message that names it."""
-    from prismtrace import PrismTraceError
+def _plugin_errors(who: str, file: str, temporary: Path, output: Path) -> Iterator[None]:
+    """A plugin that raises something of its own becomes one message that names it; of two names the user knows one."""
+    from prismtrace import PrismTraceError, TraceWriteError
 
     try:
         yield
+    except OutputError as error:
+        if temporary.name not in str(error.file):
+            raise
+        raise OutputError(str(output), reason=error.reason, hint=error.hint) from error
+    except TraceWriteError as error:
+        if temporary.name not in error.path:
+            raise
+        raise error.of(str(output)) from error
     except (PrismError, PrismTraceError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and temporary.name in str(error.filename):
+            raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error
         reason = f"{who} failed on it: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UnreadableError(file, reason=reason.rstrip(": "), hint="PRISM_DEBUG=1 shows where") from error
 
@@ -249,10 +261,11 @@ def _beside(output: Path, *, suffix: str = "") -> Iterator[Path]:
     try:
         yield temporary
     finally:
-        if temporary.is_dir() and not temporary.is_symlink():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # what went wrong before is to be said
+            if temporary.is_dir() and not temporary.is_symlink():
+                shutil.rmtree(temporary, ignore_errors=True)
+            else:
+                temporary.unlink(missing_ok=True)
 
 
 def _put(temporary: Path, output: Path, *, overwrite: bool) -> None:
@@ -260,7 +273,7 @@ def _put(temporary: Path, output: Path, *, overwrite: bool) -> None:
         raise OutputError(str(output), reason="the plugin wrote nothing")
     try:
         if output.exists() and not output.is_dir() and not overwrite:
-            raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+            raise OutputExistsError(str(output))
         os.replace(temporary, output)
     except OSError as error:
         raise OutputError(str(output), reason=error.strerror or type(error).__name__) from error

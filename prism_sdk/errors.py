@@ -10,7 +10,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── SettingsError              variable, value
     │   ├── WorldSizeError             world_size, required, file
     │   ├── PortInUseError             address, port
-    │   ├── UnknownFormatError         file, known
+    │   ├── UnknownFormatError         file, known                        (exit 3: the source's is unknown)
     │   └── UnknownNameError           kind, name, known
     ├── PluginError                    plugin, distribution                                   (exit 2)
     │   ├── BrokenPluginError          reason
@@ -25,6 +25,7 @@ Every error says what was wrong, where, and what to do (``hint``), and carries t
     │   ├── TraceMismatchError         rank, unit_index, expected, found, file
     │   │   └── BeyondRecordingError   step, repeated_step
     │   └── OutputError                file, reason
+    │       └── OutputExistsError  nothing was started                                        (exit 2)
     ├── CalibrationError               strategy                                               (exit 1)
     └── UnreadableError                file, reason                                           (exit 3)
 
@@ -50,6 +51,7 @@ __all__ = [
     "DuplicateNameError",
     "ExitCode",
     "OutputError",
+    "OutputExistsError",
     "PluginError",
     "PortInUseError",
     "PrismError",
@@ -70,12 +72,13 @@ __all__ = [
 
 
 class ExitCode(IntEnum):
-    """What the ``prism`` command returns to the shell."""
+    """What the ``prism`` command returns to the shell; a launch that another signal ended returns 128 + its number."""
 
     OK = 0
     FINDING = 1
     USAGE = 2
     UNREADABLE = 3
+    INTERRUPTED = 130
 
 
 def _rebuild(cls: type[PrismError], message: str, state: dict[str, Any]) -> PrismError:
@@ -117,8 +120,7 @@ class ScriptNotFoundError(UsageError):
     def __init__(self, script: str, *, is_module: bool = False, hint: str | None = None) -> None:
         what = "module" if is_module else "script"
         super().__init__(f"the {what} {script!r} does not exist", hint=hint)
-        self.script = script
-        self.is_module = is_module
+        self.script, self.is_module = script, is_module
 
 
 class SettingsError(UsageError):
@@ -126,8 +128,7 @@ class SettingsError(UsageError):
 
     def __init__(self, variable: str, *, value: str, expected: str) -> None:
         super().__init__(f"{variable}={value!r} is not {expected}", hint=f"unset {variable} or give it {expected}")
-        self.variable = variable
-        self.value = value
+        self.variable, self.value = variable, value
 
 
 class WorldSizeError(UsageError):
@@ -138,9 +139,7 @@ class WorldSizeError(UsageError):
         hint: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(message, hint=hint)
-        self.world_size = world_size
-        self.required = required
-        self.file = file
+        self.world_size, self.required, self.file = world_size, required, file
 
 
 class PortInUseError(UsageError):
@@ -164,18 +163,22 @@ class UnknownNameError(UsageError):
             f"no {kind} is called {name!r} (known: {listing})",
             hint="`prism plugins` lists what is installed; --plugin MODULE_OR_FILE loads one more",
         )
-        self.name = name
-        self.kind = kind
-        self.known = tuple(sorted(known))
+        self.name, self.kind, self.known = name, kind, tuple(sorted(known))
 
 
 class UnknownFormatError(UsageError):
-    """No importer or exporter fits a file, or more than one does; ``known`` names those that there are."""
+    """No importer or exporter fits a file, or more than one does; ``known`` names those that there are.
 
-    def __init__(self, message: str, *, file: str, known: Sequence[str] = (), hint: str | None = None) -> None:
+    ``is_unreadable``: the file is there and is of no format that anybody knows, which ends as unreadable files do.
+    """
+
+    def __init__(
+        self, message: str, *, file: str, known: Sequence[str] = (), hint: str | None = None,
+        is_unreadable: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(message, hint=hint)
-        self.file = file
-        self.known = tuple(known)
+        self.file, self.known = file, tuple(known)
+        self.exit_code = ExitCode.UNREADABLE if is_unreadable else ExitCode.USAGE
 
 
 class PluginError(PrismError):
@@ -249,8 +252,7 @@ class RankFailedError(RunError):
         body = f":\n{traceback_text.rstrip()}" if traceback_text else ""
         kept = f"what was recorded until then is kept in {file}" if file else None
         super().__init__(f"rank {rank} failed with exit code {exit_code}{body}", rank=rank, file=file, hint=kept)
-        self.rank_exit_code = exit_code
-        self.traceback_text = traceback_text
+        self.rank_exit_code, self.traceback_text = exit_code, traceback_text
 
 
 class RankKilledError(RunError):
@@ -261,12 +263,10 @@ class RankKilledError(RunError):
             name = signal.Signals(signal_number).name
         except ValueError:
             name = f"signal {signal_number}"
-        hint = None
-        if signal_number == signal.SIGKILL:
-            hint = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
+        killed = "the kernel ends a process this way when memory runs out: use fewer --slots or a smaller model"
+        hint = killed if signal_number == signal.SIGKILL else None
         super().__init__(f"rank {rank} was killed by {name}", rank=rank, file=file, hint=hint)
-        self.signal_number = signal_number
-        self.signal_name = name
+        self.signal_number, self.signal_name = signal_number, name
 
 
 @dataclass(frozen=True)
@@ -311,10 +311,7 @@ class CollectiveMismatchError(RunError):
             file=file,
             hint="every member of a group must call the same operation with matching tensors",
         )
-        self.group = group
-        self.seq = seq
-        self.field = field
-        self.values = dict(values)
+        self.group, self.seq, self.field, self.values = group, seq, field, dict(values)
 
 
 class AsymmetryError(RunError):
@@ -342,9 +339,7 @@ class TraceMismatchError(RunError):
             file=file,
             hint="use the graph of this job, or record it again: prism record",
         )
-        self.unit_index = unit_index
-        self.expected = expected
-        self.found = found
+        self.unit_index, self.expected, self.found = unit_index, expected, found
 
 
 class BeyondRecordingError(TraceMismatchError):
@@ -374,6 +369,15 @@ class OutputError(RunError):
     def __init__(self, file: str, *, reason: str, hint: str | None = None) -> None:
         super().__init__(f"cannot write {file}: {reason}", file=file, hint=hint)
         self.reason = reason
+
+
+class OutputExistsError(OutputError):
+    """The output is there already and may not be replaced; nothing was started."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, file: str, *, hint: str = "--overwrite replaces it, or give another name") -> None:
+        super().__init__(file, reason="it exists already", hint=hint)
 
 
 class CalibrationError(PrismError):

@@ -9,7 +9,7 @@ A map for newcomers, from the inside out::
     container  record frames, checksums, magic;  metas  the flatbuffers inside records
     index      where everything is, from the footer or by a scan;  source  byte ranges of a file
     writer     TraceWriter;  reader  TraceReader;  assemble  chunks -> one table
-    merge      shards -> one file;  recover  whole records of a damaged file
+    merge      shards -> one file (joining: what they have in common);  recover  whole records of a damaged file
     slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
     diff       what changed between two traces (structure, alignment, timing, differences do the work)
     notebook   tables and readers in HTML;  frames  as data frames of pandas, polars, pyarrow
@@ -38,6 +38,7 @@ from prismtrace.errors import (
     TraceWriteError,
 )
 from prismtrace.findings import Finding
+from prismtrace.joining import Overlap, overlaps
 from prismtrace.json_twin import to_json, write_json
 from prismtrace.merge import merge
 from prismtrace.model import (
@@ -96,6 +97,7 @@ __all__ = [
     "ListColumn",
     "LostRange",
     "Op",
+    "Overlap",
     "Phase",
     "PrismTraceError",
     "ProcessGroup",
@@ -136,6 +138,7 @@ __all__ = [
     "has_errors",
     "iter_rows",
     "merge",
+    "overlaps",
     "payload_digest",
     "recover",
     "redact",

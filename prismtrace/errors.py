@@ -18,6 +18,7 @@ Does not print, exit or decide what is an error::
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,6 +46,10 @@ class TraceWriteError(PrismTraceError):
         super().__init__(f"{path}: {message}")
         self.path = path
         self.errno = errno
+
+    def of(self, path: str) -> TraceWriteError:
+        """The same error of another file: of that which was asked for, in place of a temporary one."""
+        return TraceWriteError(str(self).removeprefix(f"{self.path}: "), path=path, errno=self.errno)
 
 
 class TraceUsageError(PrismTraceError, ValueError):
@@ -116,6 +121,11 @@ def reading(what: str, *, path: str, offset: int | None) -> Iterator[None]:
     except _FOREIGN as error:
         message = f"{what} is malformed ({type(error).__name__}: {error})"
         raise TraceFormatError(message, path=path, offset=offset) from error
+
+
+def already_exists(path: str) -> TraceWriteError:
+    """What is raised where a file may not be replaced; a caller can tell it by its errno."""
+    return TraceWriteError("exists already; pass overwrite to replace it", path=path, errno=errno.EEXIST)
 
 
 @contextmanager

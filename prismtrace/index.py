@@ -20,6 +20,7 @@ from prismtrace import container, metas
 from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
 from prismtrace.entries import (
     CHUNK_ENTRY,
+    MAX_RANKS,
     PAYLOAD_ENTRY,
     RANK_RANGE,
     ChunkMeta,
@@ -109,8 +110,10 @@ class Index:
         several = np.flatnonzero(entries["num_ranges"])
         if not len(several):
             return np.arange(len(entries)), entries["rank"].astype(np.int64)
-        total = sum(int(self._ranges_of(entry)["num_ranks"].sum(dtype=np.uint64)) for entry in entries[several])
-        if total > MAX_RANK_CHUNKS:
+        counts = [int(self._ranges_of(entry)["num_ranks"].sum(dtype=np.uint64)) for entry in entries[several]]
+        if max(counts) > MAX_RANKS:
+            raise TraceLimitError(f"a chunk of {max(counts)} ranks", path=self.path)
+        if (total := sum(counts)) > MAX_RANK_CHUNKS:
             raise TraceLimitError(f"an index of {total} pairs of rank and chunk", path=self.path)
         single = np.flatnonzero(entries["num_ranges"] == 0)
         places, ranks = [single], [entries["rank"][single].astype(np.int64)]
@@ -133,7 +136,10 @@ class Index:
         order = np.lexsort((first, role, rank, table))
         place, rank, table, role, first = place[order], rank[order], table[order], role[order], first[order]
         same = (table[1:] == table[:-1]) & (rank[1:] == rank[:-1]) & (role[1:] == role[:-1])
-        if (same & (first[1:] < (first + entries["num_rows"][place])[:-1])).any():
+        num_rows = entries["num_rows"][place]
+        full = np.flatnonzero(num_rows)  # a chunk without rows has none that another one holds too
+        owner = np.cumsum(np.concatenate([[0], ~same]))[full] if len(place) else full
+        if ((owner[1:] == owner[:-1]) & (first[full[1:]] < (first + num_rows)[full[:-1]])).any():
             raise TraceDataError("two chunks hold the same rows of one table", path=self.path)
         starts = np.flatnonzero(np.concatenate([[True], ~same])) if len(place) else _NO_CHUNKS
         return _Runs(table[starts], rank[starts], role[starts], np.append(starts, len(place)), place)
@@ -317,9 +323,12 @@ class Collected:
             role = entry[5] if rank == ROLE_RANK else 0
             rows = (first, first + entry[6])
             ranks = ranks_of(mine).tolist() if mine else [rank]
-            free = [r for r in ranks if not _overlap(taken.setdefault((table, r, role), []), rows)]
-            for r in free:
-                insort(taken[table, r, role], rows)
+            is_empty = rows[0] == rows[1]
+            free = ranks if is_empty else []
+            for r in () if is_empty else ranks:  # one may be named twice
+                if not _overlap(taken.setdefault((table, r, role), []), rows):
+                    insort(taken[table, r, role], rows)
+                    free.append(r)
             if free:
                 kept.append((entry, ranges_of(free) if mine else ()))
             else:
@@ -367,12 +376,12 @@ def scan(source: Source) -> Index:
     collected.drop_repeated_rows(source.name)
     chunks, payloads, ranges = collected.arrays()
     parts = (header, chunks, payloads, collected.groups, collected.metadata, offset)
-    return Index(*parts, path=source.name, ranges=ranges)
+    index = Index(*parts, path=source.name, ranges=ranges)
+    index.check()
+    return index
 
 
 def _overlap(taken: list[tuple[int, int]], rows: tuple[int, int]) -> bool:
-    """Whether rows have some that are taken; `taken` is sorted and has no overlaps itself."""
-    if rows[0] == rows[1]:
-        return False
+    """Whether rows have some that are taken; `taken` is sorted and has no overlaps itself, and none is empty."""
     place = bisect_left(taken, (rows[1],))
     return place > 0 and taken[place - 1][1] > rows[0]

@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from prismtrace import container, entries, limits, metas
 from prismtrace.align import Alignment, apply_clocks, estimate_clocks
 from prismtrace.container import RecordKind
-from prismtrace.errors import TraceDataError, TraceUnfinishedError, TraceUsageError, TraceWriteError
-from prismtrace.index import Index, index_of_footer, scan
+from prismtrace.errors import TraceDataError, TraceUsageError, already_exists
+from prismtrace.joining import read_index, true_of_all
 from prismtrace.model import BASE_VERSION, ROLE_RANK, GraphKind, ProcessGroup
 from prismtrace.recordfile import RecordFile
 from prismtrace.rewriting import atomic_output
-from prismtrace.source import PathSource, Source
+from prismtrace.source import PathSource
 from prismtrace.writer import WRITER_NAME, append_footer
 
 _COPY_BYTES: Final = 1 << 23
@@ -51,9 +51,10 @@ def merge(
 ) -> Alignment | None:
     """Writes the contents of all `paths` to `out`, which appears only when it is complete.
 
-    Where two inputs hold the same table of the same rank, or the same metadata key, the later input wins; a payload
-    is kept once. One input is open at a time. With `align` all times are brought onto the clock of the first rank:
-    the chunks are then decoded and written again, and metadata `clock.*` says what was done.
+    Where two inputs hold the same table of the same rank, or the same metadata key, the later input wins (`overlaps`
+    says where); metadata `slice.*` and `clock.*` that is not true of all rows goes; a payload is kept once. One input
+    is open at a time. With `align` all times are brought onto the clock of the first rank: the chunks are then decoded
+    and written again, and metadata `clock.*` says what was done.
 
     Args:
         paths: finished trace files of one job.
@@ -81,7 +82,7 @@ def merge(
     for key, value in (metadata or {}).items():
         limits.check_entry(key, value)
     if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+        raise already_exists(target)
     inputs, groups, pairs = _survey([os.fspath(path) for path in paths], allow_unfinished=allow_unfinished)
     pairs.update(metadata or {})
     header = _merged_header(inputs, graph_kind)
@@ -111,7 +112,7 @@ def write_merged(
 ) -> None:
     """Writes a finished file of copied records under a temporary name, and gives it its name at the end."""
     if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+        raise already_exists(target)
     file = RecordFile(target, overwrite=overwrite, atomic=True)
     try:
         _write(file, header, inputs, groups, pairs)
@@ -129,16 +130,15 @@ def _survey(
     owner: dict[tuple[int, int], int] = {}
     roles: dict[tuple[int, ...], tuple[int, ...]] = {}
     seen: set[bytes] = set()
+    facts: list[tuple[Mapping[str, str], set[int]]] = []
     for number, path in enumerate(paths):
-        source = PathSource(path)
-        try:
-            index = _index(source, allow_unfinished=allow_unfinished)
-        finally:
-            source.close()
+        index = read_index(path, allow_unfinished=allow_unfinished)
         for group in index.groups.values():
             groups[group.group_id] = _same_group(groups.get(group.group_id), group, path)
         pairs.update(index.metadata)
-        owner.update((key, number) for key in index.owned)
+        owned = index.owned
+        owner.update((key, number) for key in owned)
+        facts.append((index.metadata, {rank for _, rank in owned}))
         fresh = [digest not in seen for digest in index.payloads]
         seen.update(index.payloads)
         kept = index.payload_entries[list(index.payloads.values())][np.array(fresh, np.bool_)]
@@ -146,7 +146,8 @@ def _survey(
         inputs.append(InputPart(path, index.header, chunks, kept, index.ranges))
     for number, item in enumerate(inputs):
         inputs[number] = _owned(item, owner, number)
-    return inputs, groups, pairs
+    world_size = max((item.header.world_size for item in inputs), default=0)
+    return inputs, groups, true_of_all(pairs, facts, world_size=world_size)
 
 
 def _new_roles(chunks: NDArray[Any], known: dict[tuple[int, ...], tuple[int, ...]], path: str) -> NDArray[Any]:
@@ -182,15 +183,6 @@ def _owned(item: InputPart, owner: Mapping[tuple[int, int], int], number: int) -
         elif key[1] != ROLE_RANK:
             mine[place] = owner[key] == number
     return replace(item, chunks=chunks[mine], ranges=np.array(ranges, entries.RANK_RANGE))
-
-
-def _index(source: Source, *, allow_unfinished: bool) -> Index:
-    try:
-        return index_of_footer(source)
-    except TraceUnfinishedError:
-        if not allow_unfinished:
-            raise
-        return scan(source)
 
 
 def _same_group(known: ProcessGroup | None, group: ProcessGroup, path: str) -> ProcessGroup:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prismtrace.assemble import concatenate
-from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, writing
+from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, already_exists, writing
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, GraphKind, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.recordfile import is_special
@@ -132,7 +132,7 @@ def _find_roles(path: str) -> None:
 def atomic_output(target: str, *, overwrite: bool) -> Iterator[str]:
     """A temporary name beside `target`; what was written there gets the name `target` when the block ends well."""
     if os.path.lexists(target) and not overwrite:
-        raise TraceWriteError("exists already; pass overwrite to replace it", path=target)
+        raise already_exists(target)
     if os.path.isdir(target):
         raise TraceWriteError("is a folder", path=target)
     if is_special(target):
@@ -149,9 +149,11 @@ def atomic_output(target: str, *, overwrite: bool) -> Iterator[str]:
             else:
                 os.link(temporary, target)
                 os.unlink(temporary)
-    except BaseException:
+    except BaseException as error:
         if os.path.lexists(temporary):
             os.unlink(temporary)
+        if isinstance(error, TraceWriteError) and error.path.startswith(temporary):  # a name that nobody asked for
+            raise error.of(target) from error
         raise
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,9 +30,11 @@ from prismtrace.rewriting import (
 )
 from prismtrace.source import TraceInput
 from prismtrace.tables import Table, UnitTable
+from prismtrace.wording import ranks_text
 from prismtrace.writer import TraceWriter
 
 Mask = NDArray[np.bool_]
+_NO_STEP: Final = 2**31
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def slice_trace(
     steps: range | None = None,
     time_ns: tuple[int | None, int | None] | None = None,
     keep_payloads: bool = True,
+    allow_empty: bool = True,
     overwrite: bool = False,
 ) -> SliceReport:
     """Writes the part of `source` that all conditions select; `output` appears only when it is complete.
@@ -73,10 +76,11 @@ def slice_trace(
         steps: optimizer steps, as a range.
         time_ns: first and last nanosecond (exclusive) on the clock of the trace; None leaves an end open.
         keep_payloads: also copies the payloads that the kept units name.
+        allow_empty: also writes a trace into which no row was selected (tracks, which are kept whole, do not count).
         overwrite: replaces a file that exists.
 
     Raises:
-        TraceUsageError: a rank has no data, or the selection is malformed.
+        TraceUsageError: a rank has no data, the selection is malformed, or selects nothing without `allow_empty`.
         TraceFormatError: the source is broken.
         TraceWriteError: the result cannot be written, or exists.
     """
@@ -89,9 +93,9 @@ def slice_trace(
         chosen = check_ranks(reader, ranks)
         pairs = {key: value for key, value in reader.metadata.items() if not key.startswith("slice.")}
         if ranks is not None:
-            pairs["slice.ranks"] = _ranks_text(chosen)
+            pairs["slice.ranks"] = ranks_text(chosen)
         if steps is not None:
-            pairs["slice.steps"] = f"{steps.start}:{steps.stop}"
+            pairs["slice.steps"] = f"{steps.start}:{steps.stop if steps.stop < _NO_STEP else ''}"
         if time_ns is not None:
             pairs["slice.time_ns"] = f"{'' if low is None else low}:{'' if high is None else high}"
         window = None if time_ns is None else (ABSENT + 1 if low is None else low, 2**63 - 1 if high is None else high)
@@ -101,6 +105,11 @@ def slice_trace(
             cut = _Cut(reader, writer, steps=steps, window=window)
             for rank in chosen:
                 cut.rank(rank)
+            if not cut.num_rows and not allow_empty:
+                selection = [f"steps {pairs['slice.steps']}"] if steps is not None else []
+                selection += [f"the time {pairs['slice.time_ns']} ns"] if time_ns is not None else []
+                selection += [f"ranks {pairs['slice.ranks']}"] if ranks is not None else []
+                raise TraceUsageError(f"{reader.path} has nothing in {' and '.join(selection) or 'it'}")
             num_payloads = _copy_payloads(reader, writer, cut.digests if keep_payloads else set())
         before = sum(reader.num_units(rank) for rank in chosen)
     first, last = (cut.first_ns, cut.last_ns) if cut.first_ns <= cut.last_ns else (None, None)
@@ -114,7 +123,7 @@ class _Cut:
         self, reader: TraceReader, writer: TraceWriter, *, steps: range | None, window: tuple[int, int] | None
     ) -> None:
         self._reader, self._writer, self._steps, self._window = reader, writer, steps, window
-        self.num_units = self.num_cut_waits = 0
+        self.num_rows = self.num_units = self.num_cut_waits = 0
         self.digests: set[bytes] = set()
         self.first_ns, self.last_ns = 2**63 - 1, ABSENT
 
@@ -126,6 +135,7 @@ class _Cut:
         columns = {name: take(column, kept) for name, column in units.columns().items()}
         self._follow_waits(columns, rows)
         self.num_units += len(rows)
+        self.num_rows += len(rows)
         for column in columns.values():
             if is_digest_column(column):
                 self.digests.update(used_values(column))
@@ -181,10 +191,12 @@ class _Cut:
                 mask &= (step >= self._steps.start) & (step < self._steps.stop)
             if self._window is not None and kind is TableKind.STEPS:
                 # a step without a start began where the one before it ended, the first with the job
-                before = np.concatenate([[ABSENT + 1], np.asarray(table.end_ns)[:-1]])
+                first = self._reader.first_ns
+                before = np.concatenate([[ABSENT + 1 if first is None else first], np.asarray(table.end_ns)[:-1]])
                 mask &= self._in_window(np.where(present(table.start_ns), table.start_ns, before), table.end_ns)
             elif self._window is not None:
                 mask &= np.isin(step, list(steps - {ABSENT32}))
+        self.num_rows += int(mask.sum()) if kind is not TableKind.TRACKS else 0
         if mask.any():
             add_rows(self._writer, kind, rank, {name: take(column, mask) for name, column in columns.items()})
 
@@ -219,14 +231,3 @@ def _copy_payloads(reader: TraceReader, writer: TraceWriter, digests: set[bytes]
         if digest in wanted:
             copy_payload(reader, writer, digest)
     return len(wanted)
-
-
-def _ranks_text(ranks: tuple[int, ...]) -> str:
-    """`0,4-7`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["counted"]
+__all__ = ["counted", "ranks_text"]
 
 
 def counted(number: int, noun: str, plural: str | None = None, *, separator: str = "") -> str:
@@ -16,3 +16,14 @@ def counted(number: int, noun: str, plural: str | None = None, *, separator: str
     """
     word = noun if number == 1 else (plural or f"{noun}s")
     return f"{number:{separator}} {word}"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """`0,4-7`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -9,6 +9,7 @@ step has beyond its last part is one optimizer unit, which begins when all ranks
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from prism_sdk.errors import UsageError
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop import options as reading
 from prismtrace import ABSENT, ABSENT32, GraphKind, Op, Phase, ProcessGroup, TraceReadError, TraceWriter, UnitKind
+from prismtrace.rewriting import atomic_output
 
 _WORLD, _WAYS = 1, ((Phase.FORWARD, "fwd"), (Phase.BACKWARD, "bwd"))
 
@@ -55,18 +57,15 @@ class PrimusImporter(TraceImporter):
             rows = _rows(dumps, size, chunks)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise TraceReadError(f"it is no Primus dump: {error!r}", path=str(folder)) from error
-        temporary = output.with_name(output.name + ".tmp")
-        temporary.unlink(missing_ok=True)
         members = tuple(range(size))
-        try:
-            with TraceWriter(temporary, graph_kind=GraphKind.CALIBRATED, world_size=size,
-                             metadata={"import.format": self.name}) as writer:  # fmt: skip
-                writer.add_group(ProcessGroup(_WORLD, "pipeline", "pipeline: all stages", "nccl", members))
-                for rank, mine in enumerate(rows):
-                    writer.add_units(rank, _columns(mine))
-            temporary.replace(output)
-        finally:
-            temporary.unlink(missing_ok=True)
+        facts = {"import.format": self.name}
+        with (
+            atomic_output(os.fspath(output), overwrite=True) as temporary,
+            TraceWriter(temporary, graph_kind=GraphKind.CALIBRATED, world_size=size, metadata=facts) as writer,
+        ):
+            writer.add_group(ProcessGroup(_WORLD, "pipeline", "pipeline: all stages", "nccl", members))
+            for rank, mine in enumerate(rows):
+                writer.add_units(rank, _columns(mine))
         note = "messages between stages are made up: their time is in the gaps before computing"
         return ConversionReport(output, {"units": sum(map(len, rows)), "steps": len(dumps[0])}, (note,))
 

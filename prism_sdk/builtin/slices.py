@@ -7,6 +7,7 @@ prism_sdk.graph.calibrate.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
 from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter, UnitKind
+from prismtrace.rewriting import atomic_output
 
 _MAX_PASSES = 4
 MEASURED, UNSPECIFIED = 1, 0  # of the registry's Provenance
@@ -268,23 +270,17 @@ def write_times(
     steps: Mapping[int, tuple[np.ndarray, np.ndarray]] | None = None,
 ) -> None:  # fmt: skip
     """Write a copy of `source` in which `columns` (by rank) replace its own; whole or not at all."""
-    temporary = output.with_name(output.name + ".tmp")
-    temporary.unlink(missing_ok=True)
-    try:
-        with TraceReader(source) as reader:
-            facts = {**reader.metadata, **metadata}
-            with TraceWriter(temporary, graph_kind=kind, world_size=reader.world_size, metadata=facts) as writer:
-                for group in reader.groups.values():
-                    writer.add_group(group)
-                for rank in reader.ranks:
-                    writer.add_units(rank, {**reader.units(rank).columns(), **columns.get(rank, {})})
-                    writer.add_steps(rank, _steps(reader, rank, steps))
-                    writer.add_scalars(rank, reader.scalars(rank))
-                for digest in reader.payload_digests if with_payloads else ():
-                    writer.add_payload(reader.payload(digest))
-        temporary.replace(output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_output(os.fspath(output), overwrite=True) as temporary, TraceReader(source) as reader:
+        facts = {**reader.metadata, **metadata}
+        with TraceWriter(temporary, graph_kind=kind, world_size=reader.world_size, metadata=facts) as writer:
+            for group in reader.groups.values():
+                writer.add_group(group)
+            for rank in reader.ranks:
+                writer.add_units(rank, {**reader.units(rank).columns(), **columns.get(rank, {})})
+                writer.add_steps(rank, _steps(reader, rank, steps))
+                writer.add_scalars(rank, reader.scalars(rank))
+            for digest in reader.payload_digests if with_payloads else ():
+                writer.add_payload(reader.payload(digest))
 
 
 def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, np.ndarray]] | None) -> dict[str, Any]:

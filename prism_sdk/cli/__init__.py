@@ -1,4 +1,5 @@
 """The ``prism`` command. It parses, prints and exits; it computes nothing itself.
 
-``main`` is the entry, ``commands/`` holds one small module a subcommand, imported when it is called.
+``entry`` is what the console script calls, ``main`` finds the command; ``commands/`` holds one small module a
+subcommand, imported when it is called.
 """

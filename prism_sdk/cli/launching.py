@@ -15,7 +15,7 @@ import click
 
 from prism_sdk.cli.output import echo_json
 from prism_sdk.cli.outputs import check_folder
-from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, parse_target
+from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, Number, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
 from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import (
@@ -111,7 +111,7 @@ _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "--moe-skew",
-        type=click.FloatRange(min=0),
+        type=Number(min=0),
         metavar="S",
         help="Send expert e (e+1)^-S times as many tokens as the first.  [default: as recorded; else as routed]",
     ),
@@ -174,7 +174,21 @@ def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
     result = launch(config)
     manager.notify_run_end(config, result=result)
     _report(config, result)
-    return ExitCode.OK if result.exit_code == 0 else ExitCode.FINDING
+    is_empty = result.exit_code == 0 and _holds_nothing(config)
+    if is_empty:
+        click.echo(f"prism {mode.value}: finding: no rank had steps {config.steps}: the trace is empty", err=True)
+    return ExitCode.OK if result.exit_code == 0 and not is_empty else ExitCode.FINDING
+
+
+def _holds_nothing(config: LaunchConfig) -> bool:
+    """Whether `--steps` left nothing of a run; a recording keeps the units of all steps."""
+    steps = config.steps
+    if steps is None or steps.is_all or config.mode is LaunchMode.RECORD or not config.output.is_file():
+        return False
+    from prismtrace import TraceReader
+
+    with TraceReader(config.output) as reader:
+        return not reader.ranks
 
 
 def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
@@ -188,6 +202,10 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         raise click.BadParameter(
             f"rank {sandbox[-1]} does not exist: the job has ranks 0 to {nproc * nodes - 1}.", param_hint="'--sandbox'"
         )
+    shown = values["local_ranks_filter"]
+    if shown and shown[-1] >= nproc:
+        message = f"this machine has the local ranks 0 to {nproc - 1}, and not {shown[-1]}."
+        raise click.BadParameter(message, param_hint="'--local-ranks-filter'")
     if not 0 <= values["node_rank"] < nodes:
         raise click.BadParameter(
             f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"

@@ -6,10 +6,11 @@ It imports no subcommand before it is called for, and never torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import click
@@ -70,7 +71,7 @@ The script stays as it is: write `prism observe` where you wrote `torchrun`.
     prism emulate   --graph graph.prism --sandbox 0 -o emulated.prism -- train.py
     prism compare   real.prism emulated.prism
 
-Exit codes: 0 fine, 1 a finding or a failed run, 2 wrong usage, 3 an unreadable file.
+Exit codes: 0 fine, 1 a finding or a failed run, 2 wrong usage, 3 an unreadable file, 130 interrupted by Ctrl-C.
 """
 
 
@@ -96,12 +97,17 @@ def cli() -> None:
 
 
 def main() -> NoReturn:
-    """Run ``prism`` with the process's arguments, and exit."""
-    sys.exit(run(sys.argv[1:]))
+    """Run ``prism`` with the process's arguments, and exit; the console script is ``prism_sdk.cli.entry``'s."""
+    from prism_sdk.cli import entry
+
+    entry.main()
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run ``prism`` with ``arguments`` and return its exit code. Errors become one message on stderr."""
+def run(arguments: Sequence[str], *, interrupted: Callable[[], bool] = lambda: False) -> int:
+    """Run ``prism`` with ``arguments`` and return its exit code. Errors become one message on stderr.
+
+    ``interrupted`` says whether Ctrl-C was pressed: where a library swallows it, an error of another kind follows.
+    """
     try:
         code = cli.main(args=list(arguments), prog_name="prism", standalone_mode=False)
         sys.stdout.flush()
@@ -113,8 +119,7 @@ def run(arguments: Sequence[str]) -> int:
         error.show()
         return ExitCode.USAGE
     except (click.Abort, KeyboardInterrupt):
-        click.echo("prism: interrupted", err=True)
-        return 130
+        return _say_interrupted()
     except (BrokenPipeError, SystemExit):
         # the reader of our output went away (`prism info x | head`), which click turns into SystemExit: not an
         # error, and nobody to say it to
@@ -122,7 +127,13 @@ def run(arguments: Sequence[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.OK
     except Exception as error:
-        return _explain(error)
+        code = getattr(error, "exit_code", None)
+        return _say_interrupted() if interrupted() and code != ExitCode.INTERRUPTED else _explain(error)
+
+
+def _say_interrupted() -> int:
+    click.echo("prism: interrupted", err=True)
+    return ExitCode.INTERRUPTED
 
 
 def _explain(error: Exception) -> int:
@@ -151,6 +162,8 @@ def _trace_error_code(error: Exception) -> int | None:
     if errors is None or not isinstance(error, errors.PrismTraceError):
         return None
     if isinstance(error, errors.TraceUsageError):
+        return ExitCode.USAGE
+    if isinstance(error, errors.TraceWriteError) and error.errno == errno.EEXIST:  # it came after the check
         return ExitCode.USAGE
     finding = isinstance(error, errors.TraceWriteError | errors.TraceResultError)
     return ExitCode.FINDING if finding else ExitCode.UNREADABLE

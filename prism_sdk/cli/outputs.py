@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from prism_sdk.errors import OutputError, UsageError
+from prism_sdk.errors import OutputExistsError, UsageError
 
 __all__ = ["check_folder", "check_output", "overwrite_option"]
 
@@ -25,10 +25,13 @@ def check_folder(output: Path) -> None:
     """Whether there can be a file of this name.
 
     Raises:
-        click.BadParameter: it is a folder, or its folder does not exist.
+        click.BadParameter: it is a folder, a device, a pipe or a socket, or its folder does not exist.
     """
     if output.is_dir():
         raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
+    if output.exists() and not output.is_file():
+        message = f"{output} is a device, a pipe or a socket; give a file name."
+        raise click.BadParameter(message, param_hint="'--output'")
     if not output.parent.is_dir():
         raise click.BadParameter(f"there is no folder {output.parent}; create it first.", param_hint="'--output'")
 
@@ -39,11 +42,11 @@ def check_output(output: Path, *, overwrite: bool, sources: Sequence[Path] = ())
     Raises:
         click.BadParameter: there cannot be a file of this name.
         UsageError: it is one of the sources.
-        OutputError: it exists.
+        OutputExistsError: it exists.
     """
     check_folder(output)
     for source in sources:
         if output.exists() and source.exists() and output.samefile(source):
             raise UsageError(f"the output {output} is {source}, which is to be read", hint="give -o another name")
     if os.path.lexists(output) and not overwrite:
-        raise OutputError(str(output), reason="it exists already", hint="--overwrite replaces it")
+        raise OutputExistsError(str(output))

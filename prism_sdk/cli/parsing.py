@@ -26,6 +26,7 @@ __all__ = [
     "KEY_VALUE",
     "NNODES",
     "NPROC",
+    "Number",
     "RANKS",
     "SIZE",
     "STEPS",
@@ -107,6 +108,9 @@ def parse_time_window(text: str) -> tuple[int | None, int | None, bool]:
             values.append(round(float(match[1] + match[2]) * scale) if match[2] else int(match[1]) * scale)
             units.add(match[3] is not None)
     low, high = values
+    early = [part.strip() for part, value in zip(parts, values, strict=True) if value is not None and value < 0]
+    if True in units and early:
+        raise ValueError(f"{early[0]!r} in {text!r} is before the trace, from whose start times with a unit count")
     if len(units) > 1:
         raise ValueError(f"{text!r} has one end with a unit and one without")
     if low is not None and high is not None and high <= low:
@@ -145,6 +149,16 @@ class _Parsed(click.ParamType[Any]):
             return self.function(value)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+
+
+class Number(click.FloatRange):
+    """A number in a range. `nan`, which no comparison finds outside of any, and which none is above, is none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if number != number:
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
 
 
 def _key_value(text: str) -> tuple[str, str]:

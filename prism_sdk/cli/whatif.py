@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from prism_sdk.cli.parsing import Number
 from prism_sdk.errors import UsageError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _OPTIONS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("--equal",), {"multiple": True, "metavar": "WHERE[:but:WHERE]",
                     "help": "Like units take equally long (the ideal without stragglers): all, all:but:rank=3."}),
     (("--no-gaps",), {"is_flag": True, "help": "No gaps between units, and no delay after waits."}),
-    (("--moe-skew",), {"type": click.FloatRange(min=1), "metavar": "SKEW",
+    (("--moe-skew",), {"type": Number(min=1), "metavar": "SKEW",
                        "help": "The busiest expert rank gets SKEW times the mean load."}),
     (("--moe-seed",), {"type": click.IntRange(min=0), "default": 0, "metavar": "N", "help": "Which ranks are busy."}),
     (("--microbatches",), {"type": click.IntRange(min=1), "metavar": "N", "help": "Another number of microbatches."}),
@@ -81,13 +82,18 @@ def expand_variants(texts: tuple[str, ...]) -> list[tuple[str, Scenario]]:
     """``NAME=OPTIONS`` or ``OPTIONS``; ``{a,b}`` in the options stands for several, in all combinations."""
     found: list[tuple[str, Scenario]] = []
     for text in texts:
-        name, _, options = text.partition("=") if not text.lstrip().startswith("-") else ("", "", text)
-        for chosen in _expanded(options):
+        has_name = "=" in text and text.strip()[0] not in "-{="
+        name, options = text.split("=", 1) if has_name else ("", text)
+        every = _expanded(options)
+        if not any(chosen.strip() for chosen in every):
+            hint = "give options of `prism simulate`, such as '--slow rank=0:1.2'; the job as it is has the first row"
+            raise UsageError(f"variant {text!r}: it says no change", hint=hint)
+        for chosen in every:
             try:
                 words = shlex.split(chosen)
             except ValueError as error:  # a quotation that does not end
                 raise UsageError(f"variant {text!r}: {error}") from error
-            label = " ".join(words).replace("--", "") if not name or "{" in options else name
+            label = (" ".join(words).replace("--", "") or "no change") if not name or "{" in options else name
             found.append((f"{name}: {label}" if name and "{" in options else label, _parse(words, text)))
     return found
 

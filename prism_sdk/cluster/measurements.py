@@ -53,15 +53,15 @@ def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> l
     """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary.
 
     Raises:
-        UnreadableError: the file cannot be opened, or is no text.
-        UsageError: it is no log of nccl-tests, has no times, or nothing says which operation it is of.
+        UnreadableError: the file cannot be opened, or is no log of nccl-tests.
+        UsageError: it has no times, or nothing says which operation it is of.
     """
     name = os.fspath(path)
     text = _text(name)
     ranks = {int(rank): host for rank, host in _RANK.findall(text)}
     if not ranks:
-        raise UsageError(f"{name}: no line '#  Rank  0 Pid ... on HOST device ...': it is no log of nccl-tests",
-                         hint="give the whole output, with its header")  # fmt: skip
+        reason = "no line '#  Rank  0 Pid ... on HOST device ...': it is no log of nccl-tests"
+        raise UnreadableError(name, reason=reason, hint="give the whole output, with its header")
     found = [word for word in _BINARY.findall(text) if word in _NCCL_TESTS]
     word = op or (found[0] if found else Path(name).name.split("_perf")[0])
     if word not in _NCCL_TESTS:

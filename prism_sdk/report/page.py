@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Final
 
-from prism_sdk.errors import OutputError
+from prism_sdk.errors import OutputExistsError
 from prism_sdk.writing import write_whole
 
 __all__ = ["page_html", "write_report"]
@@ -58,11 +58,12 @@ def write_report(content: Mapping[str, Any], path: str | os.PathLike[str], *, ov
     """Write the page, whole or not at all; returns its size in bytes.
 
     Raises:
-        OutputError: the file exists or cannot be written.
+        OutputExistsError: the file exists.
+        OutputError: it cannot be written.
     """
     output = Path(path)
     if output.exists() and not overwrite:
-        raise OutputError(str(output), reason="it exists", hint="--overwrite replaces it")
+        raise OutputExistsError(str(output))
     text = page_html(content, title=f"Prism: {content['file']}").encode("utf-8")
     write_whole(text, output)
     return len(text)

@@ -31,6 +31,7 @@ from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.oncuda import devices, streams
 from prism_sdk.runtime.program import exit_code_of, program_traceback, run_excepthook, run_exit_handlers, run_program
 from prism_sdk.runtime.ranks import RankSpec
+from prism_sdk.runtime.shards import output_of
 from prism_sdk.runtime.stepboard import step_cell
 from prism_sdk.runtime.tracer import Tracer, open_shard
 from prismtrace import GraphKind, PrismTraceError, TraceWriteError, TraceWriter
@@ -210,7 +211,7 @@ def _cause(error: BaseException | None) -> PrismError | None:
     """Prism's own error among what led to `error`: it explains more than the program's traceback."""
     for _ in range(16):
         if isinstance(error, TraceWriteError):
-            return OutputError(error.path or "the trace", reason=str(error))
+            return OutputError(output_of(error.path), reason=str(error))
         if isinstance(error, PrismError) and not isinstance(error, wire.ChannelClosed):
             return error
         if error is None:

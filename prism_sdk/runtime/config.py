@@ -80,6 +80,10 @@ class StepRange:
         """Whether no step is outside."""
         return self.first == 0 and self.stop is None
 
+    def as_range(self) -> range:
+        """The steps as a range; an open one includes every step that a trace can hold."""
+        return range(self.first, 1 << 31 if self.stop is None else self.stop)
+
     def __contains__(self, step: object) -> bool:
         return isinstance(step, int) and step >= self.first and (self.stop is None or step < self.stop)
 

@@ -232,7 +232,7 @@ def _merge(
             return write(parts, output, metadata)
         return merge_shards(parts, output, metadata, steps=steps) > 0
     except (OSError, prismtrace.PrismTraceError) as error:
-        raise OutputError(str(output), reason=str(error)) from error
+        raise OutputError(str(output), reason=str(error).removeprefix(f"{output}: ")) from error
 
 
 @dataclass
@@ -252,7 +252,7 @@ def _parts(output: Path, report: Report) -> Iterator[Shards]:
         parts.mkdir(exist_ok=True)
         lock = (parts / "lock").open("w")
     except OSError as error:
-        raise OutputError(str(output), reason=str(error)) from error
+        raise OutputError(str(output), reason=error.strerror or str(error)) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,12 +12,16 @@ from pathlib import Path
 import prismtrace
 from prism_sdk.runtime.config import StepRange
 
-_LAST_STEP = 2**31 - 1
-
 
 def parts_directory(output: Path) -> Path:
     """The folder beside `output` that holds the ranks' shards while a job runs."""
     return output.with_name(output.name + ".parts")
+
+
+def output_of(shard: str) -> str:
+    """The output that a file in its folder of shards is for; the file itself where it lies elsewhere."""
+    folder = Path(shard).parent
+    return str(folder.with_name(folder.name.removesuffix(".parts"))) if folder.name.endswith(".parts") else shard
 
 
 def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str], *, steps: StepRange | None = None) -> int:
@@ -48,7 +52,6 @@ def merge_shards(parts: Path, output: Path, metadata: Mapping[str, str], *, step
         else:
             joined = parts / "joined.prism"
             prismtrace.merge(shards, joined, metadata=dict(metadata), overwrite=True)
-            kept = range(steps.first, _LAST_STEP if steps.stop is None else steps.stop)
-            prismtrace.slice_trace(joined, output, steps=kept, overwrite=True)
+            prismtrace.slice_trace(joined, output, steps=steps.as_range(), overwrite=True)
     shutil.rmtree(parts, ignore_errors=True)
     return len(shards)

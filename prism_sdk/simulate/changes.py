@@ -44,6 +44,19 @@ def _computes(job: SimJob, position: int) -> npt.NDArray[np.bool_]:
     return mask
 
 
+def _positions(job: SimJob, where: Selection) -> list[int]:
+    """The ranks meant, by position; where there is none, nothing would be changed, which nobody asks for."""
+    found = [at for at in range(job.num_ranks) if where.rank_key(job, at)]
+    if not found:
+        raise UsageError(f"no rank of {job.source} is {where.text}", hint="`prism info` lists the ranks")
+    return found
+
+
+def _no_unit(job: SimJob, where: Selection) -> UsageError:
+    hint = "`prism cat` shows kinds, phases, operations"
+    return UsageError(f"no unit of {job.source} is {where.text}", hint=hint)
+
+
 @dataclass(frozen=True)
 class Slow:
     """Computing of the selected units takes ``factor`` times as long: a slow rank, a slow stage, some steps of them."""
@@ -53,9 +66,7 @@ class Slow:
 
     def apply(self, job: SimJob) -> SimJob:
         """Scale computing; whole ranks cost nothing."""
-        positions = [at for at in range(job.num_ranks) if self.where.rank_key(job, at)]
-        if not positions:
-            raise UsageError(f"no rank of {job.source} is {self.where.text}")
+        positions = _positions(job, self.where)
         if self.where.is_of_ranks_only:
             scale = job.scale.copy()
             scale[positions] *= self.factor
@@ -75,9 +86,7 @@ class Throttle:
     def apply(self, job: SimJob) -> SimJob:
         """Add the window to those that a rank has; windows of one rank must not overlap."""
         slowdowns = dict(job.slowdowns)
-        for at in range(job.num_ranks):
-            if not self.where.rank_key(job, at):
-                continue
+        for at in _positions(job, self.where):
             rank = int(job.ranks[at])
             old = slowdowns.get(rank, Slowdown(from_ns=(), factor=()))
             times, factors = list(old.from_ns), list(old.factor)
@@ -127,7 +136,7 @@ def _rescale(job: SimJob, where: Selection, factor: float, *, only_compute: bool
         main[mask] = _scaled(main[mask], factor)
         out.put(at, key, main, job.side[weights], job.provenance[weights])
     if not num:
-        raise UsageError(f"no unit of {job.source} is {where.text}", hint="`prism cat` shows kinds, phases, operations")
+        raise _no_unit(job, where)
     return out.finish()
 
 
@@ -166,6 +175,10 @@ class Equal:
         kinds = np.concatenate([job.programs.kind[find_rows(job, at)[0]] for at in range(job.num_ranks)])
         labels = np.concatenate([job.programs.label[find_rows(job, at)[0]] for at in range(job.num_ranks)])
         picked = np.concatenate(chosen)
+        if not picked.any():
+            raise _no_unit(job, self.where)
+        if self.but is not None and not any(self.but.mask(job, at).any() for at in range(job.num_ranks)):
+            raise _no_unit(job, self.but)
         medians = {code for code, name in enumerate(job.programs.labels) if name in self.median_labels}
         for code in np.unique(everything[picked]).tolist():
             rows_of = np.flatnonzero((everything == code) & (values >= 0))
@@ -219,20 +232,22 @@ class Straggle:
         """Scale computing by drawn factors."""
         if self.per == "rank" and self.where.is_of_ranks_only:
             scale = job.scale.copy()
-            for at in range(job.num_ranks):
-                if self.where.rank_key(job, at):
-                    scale[at] *= float(self._draw(int(job.ranks[at]), 1)[0])
+            for at in _positions(job, self.where):
+                scale[at] *= float(self._draw(int(job.ranks[at]), 1)[0])
             return replace(job, scale=scale)
-        out = VariantWeights(job)
+        out, found = VariantWeights(job), False
         for at in range(job.num_ranks):
             mask = self.where.mask(job, at) & _computes(job, at)
             if not mask.any():
                 continue
+            found = True
             _, weights = find_rows(job, at)
             factors = self._draw(int(job.ranks[at]), int(mask.sum()) if self.per == "unit" else 1)
             main = job.main[weights].copy()
             main[mask] = _scaled(main[mask], factors)
             out.put(at, at, main, job.side[weights], job.provenance[weights])
+        if not found:
+            raise _no_unit(job, self.where)
         return out.finish()
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from prism_sdk.simulate.loading import LEAD, PROVENANCE
 from prism_sdk.simulate.simulation import Timeline
 from prism_sdk.simulate.weights import find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, Op, TraceReader, TraceWriter, UnitKind
+from prismtrace.rewriting import atomic_output
 
 __all__ = ["write_timeline"]
 
@@ -36,30 +36,26 @@ def write_timeline(
             digests); else the file has what the simulation knows.
     """
     job = timeline.job
-    path = Path(output)
-    temporary = path.with_name(path.name + ".tmp")
     facts = {**job.metadata, "profile": "schedule-unit,replay", **(metadata or {})}
-    temporary.unlink(missing_ok=True)
-    try:
-        with TraceWriter(temporary, graph_kind=GraphKind.CALIBRATED, world_size=job.world_size, metadata=facts) as out:
-            for group in job.groups.values():
-                out.add_group(group)
-            if keep_columns:
-                with TraceReader(job.source, allow_unfinished=True) as reader:
-                    for position in range(job.num_ranks):
-                        rank = int(job.ranks[position])
-                        table = reader.units(rank)
-                        columns: dict[str, Any] = {**table.columns(), **_times(timeline, position)}
-                        out.add_units(rank, columns)
-                        out.add_steps(rank, _steps(timeline, position, reader))
-                        out.add_scalars(rank, reader.scalars(rank))
-            else:
+    with (
+        atomic_output(os.fspath(output), overwrite=True) as temporary,
+        TraceWriter(temporary, graph_kind=GraphKind.CALIBRATED, world_size=job.world_size, metadata=facts) as out,
+    ):
+        for group in job.groups.values():
+            out.add_group(group)
+        if keep_columns:
+            with TraceReader(job.source, allow_unfinished=True) as reader:
                 for position in range(job.num_ranks):
-                    out.add_units(int(job.ranks[position]), {**_structure(job, position), **_times(timeline, position)})
-                    out.add_steps(int(job.ranks[position]), _steps(timeline, position, None))
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+                    rank = int(job.ranks[position])
+                    table = reader.units(rank)
+                    columns: dict[str, Any] = {**table.columns(), **_times(timeline, position)}
+                    out.add_units(rank, columns)
+                    out.add_steps(rank, _steps(timeline, position, reader))
+                    out.add_scalars(rank, reader.scalars(rank))
+        else:
+            for position in range(job.num_ranks):
+                out.add_units(int(job.ranks[position]), {**_structure(job, position), **_times(timeline, position)})
+                out.add_steps(int(job.ranks[position]), _steps(timeline, position, None))
 
 
 def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -48,10 +48,14 @@ class Remove:
 
     where: Selection
     group_ids: frozenset[int] | None = None
+    #: How many units each call found; none at all is a mistake.
+    found: list[int] = field(default_factory=list, compare=False)
 
     def __call__(self, rank: int, columns: RankColumns) -> RankColumns:
         """The columns without the units; all ranks must lose the same operations of a group."""
         where, kind, op = self.where, columns["kind"], columns["op"]
+        if where.labels is not None:
+            raise UsageError(f"{where.text!r}: labels do not say what is removed", hint="use kind, phase, op or group")
         gone = np.ones(len(kind), dtype=np.bool_)
         if where.kinds is not None:
             gone &= np.isin(kind, list(where.kinds))
@@ -66,6 +70,7 @@ class Remove:
             raise UsageError(
                 f"{where.text!r}: units are removed on all ranks", hint="to slow or speed up some, use --scale"
             )
+        self.found.append(int(gone.sum()))
         is_wait = kind == UnitKind.WAIT
         awaits = columns["awaits"]
         waits = np.flatnonzero(is_wait & (awaits != ABSENT) & (awaits < len(kind)) & (awaits >= 0))

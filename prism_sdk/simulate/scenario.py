@@ -72,10 +72,16 @@ class Scenario:
 
     def job(self, source: str | os.PathLike[str], *, steps: range | None = None) -> SimJob:
         """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
+        self._check()
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
-        change = self._restructure(source, steps)
+        removals = self._removals(source)
+        change = self._restructure(source, steps, removals)
         job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        for removal in removals:
+            if not sum(removal.found):
+                raise UsageError(f"no unit of {job.source} is {removal.where.text}",
+                                 hint="`prism cat` shows kinds, phases, operations")  # fmt: skip
         if self.microbatches is not None or self.schedule is not None:
             job = replace(job, notes=(*job.notes, _note_on_memory(job)))
         if self.dp is not None:
@@ -103,10 +109,22 @@ class Scenario:
         """The timeline of the changed job."""
         return simulate(self.job(source, steps=steps))
 
-    def _restructure(
-        self, source: str | os.PathLike[str], steps: range | None
-    ) -> Callable[[int, RankColumns], RankColumns] | None:
-        found: list[Callable[[int, RankColumns], RankColumns]] = []
+    def _check(self) -> None:
+        """What has a meaning only beside something else is not left without effect."""
+        without = self.cluster is None
+        for wrong, message in (
+            (without and self.link, "--link changes a cluster profile: give one with --cluster"),
+            (without and self.link_sharing is not None,
+             "--link-sharing needs to know the links: give a profile with --cluster"),
+            (without and self.transfers != "all", "--transfers says what --cluster replaces: give a profile"),
+            (self.dp is None and self.dp_groups, "--dp-groups says what --dp replicates: give a number with --dp"),
+            (self.moe_skew is None and self.moe_seed, "--moe-seed says how --moe-skew is drawn: give a skew with it"),
+        ):  # fmt: skip
+            if wrong:
+                raise UsageError(message)
+
+    def _removals(self, source: str | os.PathLike[str]) -> list[Remove]:
+        found: list[Remove] = []
         for text in self.remove:
             where = Selection.parse(text)
             group_ids = None
@@ -114,6 +132,12 @@ class Scenario:
                 with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
                     group_ids = frozenset(g for g, group in reader.groups.items() if group.name in where.groups)
             found.append(Remove(where, group_ids))
+        return found
+
+    def _restructure(
+        self, source: str | os.PathLike[str], steps: range | None, removals: list[Remove]
+    ) -> Callable[[int, RankColumns], RankColumns] | None:
+        found: list[Callable[[int, RankColumns], RankColumns]] = [*removals]
         if self.microbatches is not None or self.schedule is not None:
             stages = int(load(source, steps=steps, with_sizes=False, transfers_needed=False).stage.max())
             if stages < 0:
@@ -124,10 +148,6 @@ class Scenario:
 
     def _transfers(self, job: SimJob) -> SimJob:
         if self.cluster is None:
-            if self.link:
-                raise UsageError("--link changes a cluster profile: give one with --cluster")
-            if self.link_sharing:
-                raise UsageError("--link-sharing needs to know the links: give a profile with --cluster")
             return job
         cluster = load_cluster(self.cluster)
         job = with_cluster(job, cluster, which=self.transfers)

@@ -231,6 +231,7 @@ BAD = {
     "elastic": (["observe", "--nnodes", "1:4", "train.py"], 2, "elastic"),
     "no ranks": (["observe", "--nproc-per-node", "0", "train.py"], 2, "not between 1"),
     "node rank": (["observe", "--nnodes", "2", "--node-rank", "2", "train.py"], 2, "not below --nnodes 2"),
+    "no such local rank": (["observe", "--local-ranks-filter", "1-2", "train.py"], 2, "the local ranks 0 to 0"),
     "contradiction": (["record", "--world-size", "2", "--nproc-per-node", "3", "train.py"], 2, "contradict"),
     "sandbox text": (["emulate", "--graph", "calibrated.prism", "--sandbox", "0,x", "train.py"], 2, "'x' in '0,x'"),
     "sandbox rank": (["emulate", "--graph", "calibrated.prism", "--sandbox", "4", "train.py"], 2, "ranks 0 to 3"),

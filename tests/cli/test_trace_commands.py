@@ -102,7 +102,7 @@ def test_recover(unfinished: Path, tmp_path: Path, capsys: pytest.CaptureFixture
     with prismtrace.TraceReader(output) as reader:
         assert reader.world_size == 4
     assert run(["recover", str(unfinished), "-o", str(unfinished)]) == 2
-    assert run(["recover", str(unfinished), "-o", str(output)]) == 1, "the output exists"
+    assert run(["recover", str(unfinished), "-o", str(output)]) == 2, "the output exists"
     assert str(output) in capsys.readouterr().err
     assert run(["recover", str(unfinished), "-o", str(output), "--overwrite", "--json"]) == 3
     values = as_json(capsys)
@@ -137,7 +137,7 @@ def test_recover_of_the_shards_of_a_killed_run_says_what_happens_to_them(
 ) -> None:
     parts = tmp_path / "out.prism.parts"
     parts.mkdir()
-    assert run(["recover", str(parts), "-o", str(tmp_path / "x")]) == 2
+    assert run(["recover", str(parts), "-o", str(tmp_path / "x")]) == 3
     assert "a folder without shards" in capsys.readouterr().err
     (parts / "rank-0.prism").write_bytes(trace.read_bytes())
     for given in (parts, tmp_path / "out.prism"):
@@ -191,7 +191,7 @@ def test_where_nothing_can_be_written_is_said_before_the_work(
         assert code == 2 and f"there is no folder {tmp_path / 'none'}" in text
     (tmp_path / "there").write_text("mine")
     code, text = written(tmp_path / "there")
-    assert code == 1 and "--overwrite replaces it" in text and (tmp_path / "there").read_text() == "mine"
+    assert code == 2 and "--overwrite replaces it" in text and (tmp_path / "there").read_text() == "mine"
     code, text = written(trace, "--overwrite")
     assert code == 2 and "which is to be read" in text
     assert sorted(path.name for path in tmp_path.iterdir()) == ["real.prism", "there"]

@@ -151,7 +151,7 @@ def test_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         report_content(path, step=9)
     output = tmp_path / "report.html"
     assert run(["report", str(path), "-o", str(output)]) == 0
-    assert run(["report", str(path), "-o", str(output)]) == 1
+    assert run(["report", str(path), "-o", str(output)]) == 2
     assert "it exists" in capsys.readouterr().err
     with pytest.raises(OutputError):
         write_report(report_content(path), tmp_path / "none" / "report.html")

@@ -31,6 +31,7 @@ SAMPLES = [
     errors.AsymmetryError(5, representative=1, what="all_reduce of step 0: num_elements_in is 5, not 1"),
     errors.TraceMismatchError(0, unit_index=5, expected="all_reduce", found="barrier", file="x.prism"),
     errors.OutputError("x.prism", reason="no space left on device"),
+    errors.OutputExistsError("x.prism"),
     errors.CalibrationError("no step", strategy="slices"),
     errors.UnreadableError("x.prism", reason="no such file"),
     errors.UnknownFormatError("no importer recognises x.bin", file="x.bin", known=("kineto",), hint="to install: ..."),
@@ -60,10 +61,12 @@ def test_every_error_has_a_sample_is_exported_and_is_drawn() -> None:
 
 
 def test_exit_codes() -> None:
-    assert [int(code) for code in errors.ExitCode] == [0, 1, 2, 3]
+    assert [int(code) for code in errors.ExitCode] == [0, 1, 2, 3, 130]
     assert errors.ScriptNotFoundError("x").exit_code == 2
     assert errors.BrokenPluginError("x", reason="y").exit_code == 2
     assert errors.RankFailedError(0, exit_code=7).exit_code == 1
+    assert errors.OutputError("x", reason="y").exit_code == 1
+    assert errors.OutputExistsError("x").exit_code == 2
     assert errors.UnreadableError("x", reason="y").exit_code == 3
 
 

@@ -26,7 +26,7 @@ from prism_sdk.cluster import (
     tables_of,
 )
 from prism_sdk.cluster.estimate import FITTED, MODELLED, interpolation_error_percent, model_ns
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.simulate import load, simulate
 from prism_sdk.simulate.transfers import with_cluster
 from prismtrace import DType, GraphKind, Op
@@ -107,7 +107,7 @@ def test_a_log_of_nccl_tests_becomes_a_table(tmp_path: Path) -> None:
     (other,) = tables_of(read_nccl_tests(path, op="alltoall"), source="log")
     assert other.op is Op.ALL_TO_ALL
     path.write_text("nothing of the kind")
-    with pytest.raises(UsageError, match="no log of nccl-tests"):
+    with pytest.raises(UnreadableError, match="no log of nccl-tests"):
         read_nccl_tests(path)
 
 
@@ -219,7 +219,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (tmp_path / "all_reduce_perf.log").write_text(LOG)
     mine = str(tmp_path / "mine.toml")
     assert run(["cluster", "init", "h100-sxm", "--nodes", "2", "--name", "mine", "-o", mine]) == 0
-    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 1
+    assert run(["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine]) == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
     fit = ["cluster", "fit", mine, "--nccl-tests", str(tmp_path / "all_reduce_perf.log"), "-o", mine, "--overwrite"]
     assert run(fit) == 0
@@ -233,7 +233,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert run(["simulate", str(job), "--cluster", "nowhere"]) == 2
     assert "there are: a100-sxm, h100-sxm, h200-sxm" in capsys.readouterr().err
     assert run(["cluster", "fit", mine]) == 2
-    assert run(["cluster", "init", "-o", mine]) == 1 and load_cluster(mine).name == "mine"
+    assert run(["cluster", "init", "-o", mine]) == 2 and load_cluster(mine).name == "mine"
     assert run(["cluster", "init", "-o", str(tmp_path)]) == 2 and run(["cluster", "init", "-o", "none/x.toml"]) == 2
     capsys.readouterr()
     (tmp_path / "cut.json").write_text('[{"op": "all_re')
@@ -241,6 +241,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     for file, why in (("cut.json", "it is no JSON"), ("binary.csv", "not UTF-8 text, at byte 8")):
         assert run(["cluster", "fit", mine, "--measurements", str(tmp_path / file)]) == 3
         assert why in capsys.readouterr().err
-    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 1
+    assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism")]) == 2
     assert run(["simulate", str(job), "-o", str(job), "--overwrite"]) == 2
     assert run(["simulate", str(job), "-o", str(tmp_path / "out.prism"), "--overwrite"]) == 0

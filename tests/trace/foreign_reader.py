@@ -222,8 +222,9 @@ class _File:
                 (table_id, number, role if number < 0 else 0, first_row, entry) for number in self.ranks_of(entry)
             ]
         for table_id, rank, role, first_row, entry in sorted(pieces, key=lambda piece: piece[:4]):
-            need(first_row >= self.ends.get((table_id, rank, role), 0), "rows twice")
-            self.ends[table_id, rank, role] = first_row + entry[6]
+            if entry[6]:
+                need(first_row >= self.ends.get((table_id, rank, role), 0), "rows twice")
+                self.ends[table_id, rank, role] = first_row + entry[6]
             if rank >= 0:
                 self.add(rank, table_id, first_row, entry, self.chunk(entry, rank))
         return self.found

@@ -8,14 +8,11 @@ import os
 import subprocess
 import sys
 import threading
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from job_sample import Job
 from trace_sample import write_sample
 
@@ -29,10 +26,6 @@ from prismtrace import (
     TraceWriter,
     compact,
 )
-from prismtrace.entries import CHUNK_ENTRY, PAYLOAD_ENTRY, RANK_RANGE
-from prismtrace.index import Index
-from prismtrace.metas import HeaderMeta
-from prismtrace.model import FORMAT_VERSION, ROLE_RANK, TableKind
 
 
 class CountingFile(io.BytesIO):
@@ -315,42 +308,3 @@ def test_a_lost_role_takes_its_ranks_with_it(tmp_path: Path) -> None:
     assert [part.reason.split(" that")[0] for part in report.lost][-1] == "the rows of role 7"
     with TraceReader(tmp_path / "out") as reader:
         assert reader.ranks == (1,)
-
-
-def test_an_index_that_names_a_million_ranks_needs_little_memory() -> None:
-    entry = np.zeros(1, CHUNK_ENTRY)
-    entry["table"], entry["num_rows"], entry["num_ranges"] = int(TableKind.UNITS), 1, 1
-    ranges = np.array([(0, 1_000_000, 1)], RANK_RANGE)
-    header = HeaderMeta(FORMAT_VERSION, 0, 0, 0, 0, "")
-    tracemalloc.start()
-    try:
-        index = Index(header, entry, np.zeros(0, PAYLOAD_ENTRY), {}, {}, ranges=ranges)
-        index.check()
-        assert index.num_rows(TableKind.UNITS, 999_999) == 1
-        assert index.num_rows(TableKind.UNITS, 1_000_000) == 0
-        assert (index.total_rows(TableKind.UNITS), index.total_rows(TableKind.STEPS)) == (1_000_000, 0)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 128 << 20
-
-
-@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1, max_size=40), st.integers(0, 2**64 - 1))
-def test_chunks_are_found_by_table_rank_and_role(owners: list[tuple[int, int]], role: int) -> None:
-    role = role or 1
-    entries = np.zeros(len(owners) + 2, CHUNK_ENTRY)
-    for number, (table, rank) in enumerate(owners):
-        entries[number]["table"], entries[number]["rank"] = table, rank
-        entries[number]["first_row"], entries[number]["num_rows"] = 10 * number, 10
-    for number, value in ((len(owners), role), (len(owners) + 1, role - 1 or 2)):  # neighbours beyond 2^53 too
-        entries[number]["table"], entries[number]["rank"], entries[number]["role"] = 1, ROLE_RANK, value
-        entries[number]["num_rows"] = 1
-        entries[number]["first_row"] = number
-    index = Index(HeaderMeta(FORMAT_VERSION, 0, 0, 0, 0, ""), entries, np.zeros(0, PAYLOAD_ENTRY), {}, {})
-    for table in range(7):
-        for rank in (*range(7), 1 << 40, -(1 << 70)):
-            wanted = [10 * number for number, owner in enumerate(owners) if owner == (table, rank)]
-            assert index.entries(table, rank)["first_row"].tolist() == wanted
-    assert index.entries(1, ROLE_RANK, role=role)["role"].tolist() == [role]
-    roles = {(1, ROLE_RANK, int(entry["role"])) for entry in entries[-2:]}
-    assert sorted(index.owners()) == sorted({(table, rank, 0) for table, rank in owners} | roles)

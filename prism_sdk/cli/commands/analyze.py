@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, json_ready
-from prism_sdk.cli.parsing import RANKS, STEPS
+from prism_sdk.cli.parsing import RANKS, STEPS, Number
 from prism_sdk.errors import ExitCode
 from prism_sdk.runtime.config import StepRange
 
@@ -19,7 +19,7 @@ from prism_sdk.runtime.config import StepRange
 @click.option("--steps", type=STEPS, metavar="A:B", help="Only these steps (B exclusive).")
 @click.option("--repeat", "repeats", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
               help="One more run of the same job, for the run-to-run variation (repeatable).")  # fmt: skip
-@click.option("--max-gap-us", type=click.FloatRange(min=0, max=1e9), default=100.0, show_default=True, metavar="US",
+@click.option("--max-gap-us", type=Number(min=0, max=1e9), default=100.0, show_default=True, metavar="US",
               help="Longer pauses between two units are idle time, not the cost of launching.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
@@ -43,9 +43,7 @@ def command(
     from prism_sdk.analysis import analyze, breakdown_of, explain, load_job
     from prism_sdk.analysis.text import format_explanation
 
-    chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
-    if max_gap_us != max_gap_us:  # nan is in every range
-        raise click.UsageError("--max-gap-us nan: not a number")
+    chosen = None if steps is None else steps.as_range()
     max_gap_ns = round(max_gap_us * 1000)
     if other is None:
         analysis = analyze(file, ranks=ranks, steps=chosen, repeats=repeats, max_gap_ns=max_gap_ns,

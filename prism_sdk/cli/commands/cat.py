@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -60,6 +61,7 @@ def command(
         prism cat real.prism --table steps --json
     """
     from prismtrace import TraceReader, TraceUsageError, iter_rows
+    from prismtrace.model import COLUMNS
     from prismtrace.rows import column_names, table_kind
 
     if as_json and style not in (None, "jsonl"):
@@ -76,19 +78,34 @@ def command(
             chosen: Sequence[str] | None = None
             if columns not in (None, "all"):
                 chosen = [name.strip() for name in str(columns).split(",") if name.strip()]
+                if not chosen:
+                    raise UsageError(f"--columns {columns!r} names no column", hint="`all`, or leave it out")
             elif columns is None and style == "table" and table in _SHORT:
                 chosen = _SHORT[table]
             elif style != "jsonl":
                 chosen = column_names(reader, kind, ranks or reader.ranks)
-            wanted = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+            if steps is not None and "step" not in (spec.name for spec in COLUMNS[kind]):
+                raise UsageError(f"{table} have no steps", hint="leave --steps out, or cut them with `prism slice`")
+            wanted = None if steps is None else steps.as_range()
             batches = iter_rows(
                 reader, table=kind, ranks=ranks, steps=wanted, columns=chosen, limit=head, names=not raw
             )
+            if steps is not None and head != 0:
+                batches = _not_empty(batches, f"{file} has no {table} in steps {steps}", ranks)
             for text in _FORMATS[style](batches, chosen or ()):
                 click.echo(text, nl=False)
         except TraceUsageError as error:
             raise UsageError(str(error)) from error
     return ExitCode.OK
+
+
+def _not_empty(batches: Iterator[RowBatch], what: str, ranks: Sequence[int] | None) -> Iterator[RowBatch]:
+    """The batches, if there is a row; nothing is printed before that is known."""
+    first = next(batches, None)
+    if first is None:
+        of = f" of rank {ranks[0]}" if ranks is not None and len(ranks) == 1 else " of these ranks" if ranks else ""
+        raise UsageError(what + of, hint="`prism info` says which steps there are")
+    return itertools.chain([first], batches)
 
 
 def _as_jsonl(batches: Iterator[RowBatch], _: Sequence[str]) -> Iterator[str]:

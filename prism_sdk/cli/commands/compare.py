@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.parsing import Number
 from prism_sdk.errors import ExitCode
 
 
@@ -31,7 +32,7 @@ from prism_sdk.errors import ExitCode
 )
 @click.option(
     "--max-error",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     metavar="PERCENT",
     help="End with exit code 1 when the mean step-time error is above this.",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,10 @@ import click
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
 from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode, UsageError
-from prism_sdk.wording import counted
+from prism_sdk.wording import counted, ranks_text
 
 if TYPE_CHECKING:
-    from prismtrace import Alignment
+    from prismtrace import Alignment, Overlap
 
 _MAX_ROWS = 16
 
@@ -47,7 +48,7 @@ def command(
 ) -> int:
     """Join trace files of one job, for example one a machine, into one.
 
-    Where two files say different things about the same, the later one counts.
+    Where two files have rows of the same rank, those of the later one count, and it is said which were replaced.
 
     \b
     Example:
@@ -63,16 +64,34 @@ def command(
     if align and clocks != "rank" and len(files) < 2:
         raise UsageError("one file has one clock: there is nothing to align", hint="--clocks rank gives each rank one")
     check_output(output, overwrite=overwrite, sources=files)
+    replaced = prismtrace.overlaps(files)
     found = prismtrace.merge(
         files, output, overwrite=overwrite, align=(clocks or "file") if align else None, drift=drift
     )
     if as_json:
-        echo_json({"files": files, "output": output, "alignment": None if found is None else _as_json(found)})
+        alignment = None if found is None else _as_json(found)
+        echo_json({"files": files, "output": output, "replaced": replaced, "alignment": alignment})
     else:
         click.echo(f"wrote {output} from {counted(len(files), 'file')}")
+        _show_replaced(replaced)
         if found is not None:
             _show(found, files=files if clocks != "rank" else None)
     return ExitCode.OK if found is None or found.is_causal else ExitCode.FINDING
+
+
+def _show_replaced(replaced: Sequence[Overlap]) -> None:
+    """One line for each pair of files, with the tables that both have of the same ranks."""
+    tables: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+    for item in replaced:
+        tables.setdefault((item.replaced, item.kept, item.ranks), []).append(item.table.name.lower())
+    lines = [
+        f"note: rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}: {', '.join(names)} of {kept} replace those of {old}"
+        for (old, kept, ranks), names in tables.items()
+    ]
+    for line in lines[:_MAX_ROWS]:
+        click.echo(line)
+    if len(lines) > _MAX_ROWS:
+        click.echo(f"... and {len(lines) - _MAX_ROWS} more (--json has all)")
 
 
 def _as_json(found: Alignment) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.cli.outputs import check_output
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.errors import ExitCode, UnreadableError
 from prism_sdk.wording import counted
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _load(files: tuple[Path, ...], *, quiet: bool) -> NcclJob:
     for file in files:
         inside = sorted(file.glob("*.ncclrec*")) if file.is_dir() else [file]
         if not inside:
-            raise UsageError(f"the folder {file} holds no record files (*.ncclrec)")
+            raise UnreadableError(str(file), reason="the folder holds no record files (*.ncclrec)")
         found += inside
     show = len(found) > 32 and not quiet
     return load_job(found, progress=(lambda text: click.echo(f"prism nccl: {text}", err=True)) if show else None)

@@ -81,5 +81,5 @@ def _write(name: str, folder: Path) -> list[str]:
                 folder.rmdir()
             shutil.move(Path(work) / "plugin", folder)
     except OSError as error:
-        raise OutputError(str(folder), reason=str(error)) from error
+        raise OutputError(str(folder), reason=error.strerror or str(error)) from error
     return written

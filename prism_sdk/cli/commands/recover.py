@@ -8,7 +8,7 @@ import click
 
 from prism_sdk.cli.output import echo_json, format_bytes, json_ready
 from prism_sdk.cli.outputs import check_output
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.errors import ExitCode, UnreadableError, UsageError
 from prism_sdk.wording import counted
 
 
@@ -56,7 +56,7 @@ def _refuse_shards(file: Path) -> None:
         return
     if not any(parts.glob("rank-*.prism")):
         if file.is_dir():
-            raise UsageError(f"{file} is a folder without shards of a run", hint="give a trace file")
+            raise UnreadableError(str(file), reason="it is a folder without shards of a run", hint="give a trace file")
         return  # the library says that there is no such file
     output = parts.with_name(parts.name.removesuffix(".parts"))
     raise UsageError(

@@ -45,7 +45,7 @@ def command(
     from prism_sdk.report import report_content, write_report
 
     check_output(output, overwrite=overwrite, sources=[file, *filter(None, [compare])])
-    chosen = None if steps is None else range(steps.first, steps.stop if steps.stop is not None else 1 << 31)
+    chosen = None if steps is None else steps.as_range()
     content = report_content(file, compare=compare, step=step, ranks=ranks, steps=chosen,
                              report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip
     size = write_report(content, output, overwrite=overwrite)

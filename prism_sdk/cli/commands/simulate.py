@@ -46,7 +46,7 @@ def command(
 
     if output is not None:
         check_output(output, overwrite=overwrite, sources=[file])
-    chosen = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+    chosen = None if steps is None else steps.as_range()
     scenario = scenario_of(changes)
     before = None
     if not scenario.is_empty:

@@ -65,16 +65,20 @@ def command(
         if strange:
             raise UsageError(f"{source}: rank {strange[0]} has no data", hint="`prism info` lists the ranks")
         time_ns = None if window is None else _absolute(window, reader)
-    wanted = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
-    report = prismtrace.slice_trace(
-        source,
-        output,
-        ranks=ranks,
-        steps=wanted,
-        time_ns=time_ns,
-        keep_payloads=not drop_payloads,
-        overwrite=overwrite,
-    )
+    wanted = None if steps is None else steps.as_range()
+    try:
+        report = prismtrace.slice_trace(
+            source,
+            output,
+            ranks=ranks,
+            steps=wanted,
+            time_ns=time_ns,
+            keep_payloads=not drop_payloads,
+            allow_empty=False,
+            overwrite=overwrite,
+        )
+    except prismtrace.TraceUsageError as error:
+        raise UsageError(str(error), hint="`prism info` shows the steps, `prism cat` the times") from error
     if as_json:
         echo_json({"file": source, "output": output, **vars(report)})
         return ExitCode.OK
@@ -88,7 +92,7 @@ def command(
     if report.num_cut_waits:
         click.echo(f"{report.num_cut_waits} waits are for communication outside the slice")
     if not report.num_units:
-        click.echo("no unit was selected: `prism info` shows steps, `prism cat` times")
+        click.echo("no unit was selected: what was is in other tables")
     return ExitCode.OK
 
 

@@ -35,7 +35,7 @@ def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_j
 
     if not variants:
         raise UsageError("there is nothing to compare", hint="give --variant '--slow rank=0:1.2', as often as you like")
-    chosen = None if steps is None else range(steps.first, 2**31 - 1 if steps.stop is None else steps.stop)
+    chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
     reports: list[tuple[str, Report]] = []
     for name, scenario in named:

@@ -21,11 +21,13 @@ def command(file: Path, as_json: bool) -> int:
     Example:
         prism validate real.prism
 
-    Exit code 0: no error was found; 1: there are errors; 3: the file cannot be read as a trace at all.
+    Exit code 0: no error was found; 1: there are errors; 3: the file cannot be read as a trace at all, or not opened.
     """
     import prismtrace
 
     findings = prismtrace.validate(file, progress=Ticker(f"checking {file}", of="ranks"))
+    if findings and findings[0].code == "PT001":
+        _refuse_what_cannot_be_opened(file)
     errors = [finding for finding in findings if _severity(finding) == "error"]
     if as_json:
         echo_json({"file": file, "valid": not errors, "findings": findings})
@@ -42,6 +44,19 @@ def command(file: Path, as_json: bool) -> int:
     if not errors:
         return ExitCode.OK
     return ExitCode.FINDING if _is_readable(file) else ExitCode.UNREADABLE
+
+
+def _refuse_what_cannot_be_opened(file: Path) -> None:
+    """A file that does not exist is not an invalid trace: this is said as every other command says it."""
+    import prismtrace
+
+    try:
+        with prismtrace.TraceReader(file, allow_unfinished=True):
+            return
+    except prismtrace.TraceReadError:
+        raise
+    except prismtrace.PrismTraceError:
+        return
 
 
 def _is_readable(file: Path) -> bool:

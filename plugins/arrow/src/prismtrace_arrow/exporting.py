@@ -217,7 +217,8 @@ class _Job:
             name for name in others if any(len(part) for rank in self._ranks[:1] for part in self._parts(name, rank))
         ]
         if left:
-            yield f"the file holds the {self._table} only; {', '.join(left)} are kept when the output is a folder"
+            how = f"-o FOLDER --to {self._kind} writes a folder with every table"
+            yield f"one file holds one table, here the {self._table}; {', '.join(left)} are left out: {how}"
         yield from self._payload_notes()
 
     def _payload_notes(self) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from prism_sdk.errors import OutputError, UsageError
+from prism_sdk.errors import OutputError, OutputExistsError, UsageError
 
 ROWS_PER_BATCH: Final = 1 << 16
 ROWS_PER_GROUP: Final = 1 << 17
@@ -80,7 +80,8 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error) or type(error).__name__
+        # pyarrow's own words name the temporary file
+        reason = os.strerror(error.errno) if error.errno else error.strerror or str(error) or type(error).__name__
         raise OutputError(str(path), reason=reason, hint=_hint(error)) from error
 
 
@@ -111,7 +112,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 def whole_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside ``path``, which becomes ``path`` when the block ends well, else vanishes."""
     if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
-        raise OutputError(str(path), reason="it exists already", hint="name a new folder, or remove this one")
+        raise OutputExistsError(str(path), hint="name a new folder, or remove this one")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with naming(path):
         temporary.mkdir()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Final, cast
 
 from prism_sdk.abc import ConversionReport, TraceExporter
-from prism_sdk.errors import OutputError, UsageError
+from prism_sdk.errors import OutputError, OutputExistsError, UsageError
 from prismtrace import TraceFormatError, TraceReader
 from prismtrace_kineto import lossless, restore
 from prismtrace_kineto.chrome import ChromeJob
@@ -97,9 +97,7 @@ def _target(output: Path) -> Iterator[Path]:
             os.replace(temporary, output)
         else:
             if output.exists():
-                raise OutputError(
-                    str(output), reason="it exists already", hint="name a new folder, or a file that ends in .json"
-                )
+                raise OutputExistsError(str(output), hint="name a new folder, or a file that ends in .json")
             temporary.mkdir()
             yield temporary
             os.replace(temporary, output)

@@ -63,9 +63,7 @@ class HeldOperations:
     def _open(self, device: torch.device, joining: Any) -> StreamHold:
         from prism_sdk.runtime.oncuda.holding import StreamHold
 
-        hold = StreamHold(
-            self._table, self._engine, self._script, self._source, device, self._options, joining=joining
-        )
+        hold = StreamHold(self._table, self._engine, self._script, self._source, device, self._options, joining=joining)
         for kind, handle, value in self._early:
             self._table.append(kind, handle, posted_ns=value)
         self._early.clear()

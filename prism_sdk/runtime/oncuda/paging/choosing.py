@@ -13,9 +13,7 @@ from prism_sdk.runtime.oncuda.paging.tenants import Request, Tenant, Want
 __all__ = ["victim", "will_park"]
 
 
-def victim(
-    request: Request, tenants: Iterable[Tenant], stuck: Collection[int], *, patience_ns: int
-) -> Tenant | None:
+def victim(request: Request, tenants: Iterable[Tenant], stuck: Collection[int], *, patience_ns: int) -> Tenant | None:
     """Whose memory goes: of those that wait the one that parked first, then those that would run last.
 
     Args:

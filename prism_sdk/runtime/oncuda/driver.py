@@ -42,7 +42,7 @@ class DeviceMemory:
 
 
 class Driver:
-    """What is done with streams and memory of a device; needs one. Raises OSError, AttributeError of a driver without."""
+    """What is done with streams and memory of a device; needs one. Raises OSError or AttributeError without."""
 
     def __init__(self) -> None:
         self._cuda = libcuda()

@@ -73,14 +73,13 @@ class EmulateSeam(Seam):
         self.late_ns: list[int] = []
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
-        self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool) if self._holds_streams() else None
+        self.held: HeldOperations | None = None
+        if self.session.holds_streams and self.facts.hold_fds:
+            self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool, self.session)
         self._cpu_waits: CpuWaits | None = None  # from the first operation on
         self.groups: list[GroupState] = []
         self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
-
-    def _holds_streams(self) -> bool:
-        return self.session.holds_streams and bool(self.facts.hold_fds)
 
     def _open_session(self) -> ReplaySession:
         from prism_sdk.runtime.backends import open_backend

@@ -175,6 +175,10 @@ class _AssistContext:
     def options(self) -> Mapping[str, str]:
         return self.facts.options
 
+    @property
+    def hold_fds(self) -> Sequence[int]:
+        return self.facts.hold_fds
+
 
 def _assist(backend: ReplayBackend | None, context: AssistContext) -> AbstractContextManager[Assistance]:
     return contextlib.nullcontext(Assistance()) if backend is None else backend.assist(context)

@@ -14,9 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.loading import LEAD, PROVENANCE
 from prism_sdk.simulate.simulation import Timeline
-from prism_sdk.simulate.weights import find_rows
+from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, Op, TraceReader, TraceWriter, UnitKind
 
 __all__ = ["write_timeline"]

@@ -9,23 +9,23 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from prism_sdk.cluster.profile import Cluster, load_cluster
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
 from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.links import shared_links
 from prism_sdk.simulate.loading import RankColumns, load
 from prism_sdk.simulate.replicas import DataParallel
 from prism_sdk.simulate.restructure import Microbatches, Remove, combined
 from prism_sdk.simulate.selection import Selection
 from prism_sdk.simulate.simulation import Timeline, simulate
-from prism_sdk.simulate.transfers import with_cluster
 from prism_sdk.wording import counted
 from prismtrace import TraceReader
+
+if TYPE_CHECKING:
+    from prism_sdk.cluster.profile import Cluster
 
 __all__ = ["Scenario", "parse_slow", "parse_straggle", "with_links"]
 
@@ -129,6 +129,10 @@ class Scenario:
             if self.link_sharing:
                 raise UsageError("--link-sharing needs to know the links: give a profile with --cluster")
             return job
+        from prism_sdk.cluster.profile import load_cluster  # of use here only: starting takes time
+        from prism_sdk.simulate.links import shared_links
+        from prism_sdk.simulate.transfers import with_cluster
+
         cluster = load_cluster(self.cluster)
         job = with_cluster(job, cluster, which=self.transfers)
         if self.link:

@@ -17,35 +17,42 @@ from prism_sdk.graph.errors import MissingTimingError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.recalled import Recalled
 from prismtrace import ABSENT, UnitKind
 
-__all__ = ["MEASURED", "UNKNOWN_TRANSFER", "calibrated_weights", "observed_weights"]
+__all__ = ["CALIBRATED_COLUMNS", "LEAD", "MEASURED", "PROVENANCE", "UNKNOWN_TRANSFER", "calibrated_weights",
+           "observed_weights"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 MEASURED = 1
+PROVENANCE = "prism.provenance"
+LEAD = "prism.lead_ns"
+#: What the weights of a calibrated graph follow from.
+CALIBRATED_COLUMNS = ("kind", "start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE)
 #: In ``main`` of communication rows until a cluster profile gives the transfer.
 UNKNOWN_TRANSFER = np.int64(-(2**62))
 _LOW = np.iinfo(np.int64).min
 
 
 def calibrated_weights(
-    c: Mapping[str, npt.NDArray[Any]], *, rank: int, first_index: int, source: str, transfers_needed: bool = True
-) -> tuple[Int64Array, Int64Array]:
+    c: Mapping[str, npt.NDArray[Any]], *, rank: int, first_index: int, source: str, transfers_needed: bool = True,
+    recalled: Recalled | None = None,
+) -> tuple[Int64Array, Int64Array]:  # fmt: skip
     """Main and side weights of one rank of a calibrated graph; raises MissingTimingError where one is absent."""
-    kind, transfer, gap = c["kind"], c["transfer_ns"], c["gap_ns"]
-    is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
+    recalled = Recalled() if recalled is None else recalled
+    kind, transfer, start, end = c["kind"], c["transfer_ns"], c["start_ns"], c["end_ns"]
+    is_compute, is_moving = recalled.of(_kinds, kind)
+    side, is_side_wrong = recalled.of(_calibrated_side, kind, c["gap_ns"], c[LEAD])
+    lacks_time = is_compute & ((start == ABSENT) | (end == ABSENT))
     is_known = transfer != ABSENT
-    lacks_time = is_compute & ((c["start_ns"] == ABSENT) | (c["end_ns"] == ABSENT))
-    lacks_transfer = ~is_compute & ~is_wait & ~is_known
-    main = np.where(is_compute, c["end_ns"] - c["start_ns"], np.where(is_known, transfer, 0))
-    side = np.where(gap == ABSENT, 0, gap)
-    lead = c["prism.lead_ns"]  # of a post by a stream that was ahead of the one whose rows these are
-    side = side - np.where(is_compute | is_wait | (lead == ABSENT), 0, lead)
+    lacks_transfer = is_moving & ~is_known
+    main = np.where(is_compute, end - start, np.where(is_known, transfer, 0))
     if not transfers_needed:
         main[lacks_transfer] = UNKNOWN_TRANSFER
         lacks_transfer = np.zeros_like(lacks_transfer)
-    wrong = lacks_time | lacks_transfer | ((main < 0) & (main != UNKNOWN_TRANSFER))
-    wrong |= (is_compute | is_wait) & (side < 0)
+    wrong = lacks_time | lacks_transfer | is_side_wrong
+    if len(main) and (int(main.min()) < 0 or wrong.any()):
+        wrong = wrong | ((main < 0) & (main != UNKNOWN_TRANSFER))
     if wrong.any():
         row = int(np.flatnonzero(wrong)[0])
         what = ("lacks its start or end" if lacks_time[row] else "lacks its transfer time" if lacks_transfer[row]
@@ -56,6 +63,21 @@ def calibrated_weights(
             hint="calibrate the graph (prism calibrate), or give transfers with --cluster",
         )
     return main, side
+
+
+def _kinds(kind: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which units compute, and which communicate."""
+    is_compute = kind == UnitKind.COMPUTE
+    return is_compute, ~is_compute & (kind != UnitKind.WAIT)
+
+
+def _calibrated_side(
+    kind: npt.NDArray[np.uint8], gap: Int64Array, lead: Int64Array
+) -> tuple[Int64Array, npt.NDArray[np.bool_]]:
+    """Side weights, and where they are wrong. A lead is that of a post by a stream that was ahead of its rows'."""
+    _, is_moving = _kinds(kind)
+    side = np.where(gap == ABSENT, 0, gap) - np.where(is_moving & (lead != ABSENT), lead, 0)
+    return side, ~is_moving & (side < 0)
 
 
 def observed_weights(

@@ -20,7 +20,7 @@ from prism_sdk.simulate.job import Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable, RankLanes
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
 from prism_sdk.simulate.recalled import Recalled
-from prism_sdk.simulate.weights import CALIBRATED_COLUMNS, PROVENANCE, calibrated_weights, observed_weights
+from prism_sdk.simulate.weights import CALIBRATED_COLUMNS, PROVENANCE, begin_of, calibrated_weights, observed_weights
 from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["Loader", "RankColumns"]
@@ -115,10 +115,7 @@ class Loader:
         self._lanes.add(rank, structure.lanes, c["group_id"], c["peer"])
         base = self._weigh(rank, c, first_index)
         memory = self._recalled.of(_memory_of, c["memory_bytes"])
-        origin = 0
-        if self._is_measured:
-            known = c["start_ns"][c["start_ns"] != ABSENT]
-            origin = int(known[0]) if len(known) else 0
+        origin = begin_of(c["kind"], c["start_ns"]) if self._is_measured else 0
         self._ranks.append(rank)
         stage = self._recalled.of(_first_stage, c["stage"])
         memory = -1 if memory == UNKNOWN_BYTES else max(memory, memory_peak_bytes)

@@ -6,7 +6,7 @@ Does not copy chunks as they are: rows are numbered from 0 again, and columns th
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ def slice_trace(
     time_ns: tuple[int | None, int | None] | None = None,
     keep_payloads: bool = True,
     overwrite: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SliceReport:
     """Writes the part of `source` that all conditions select; `output` appears only when it is complete.
 
@@ -74,6 +75,7 @@ def slice_trace(
         time_ns: first and last nanosecond (exclusive) on the clock of the trace; None leaves an end open.
         keep_payloads: also copies the payloads that the kept units name.
         overwrite: replaces a file that exists.
+        progress: is told how many ranks of how many are cut; what ranks share is found and stored after that.
 
     Raises:
         TraceUsageError: a rank has no data, or the selection is malformed.
@@ -99,8 +101,10 @@ def slice_trace(
             for _, group in sorted(reader.groups.items()):
                 writer.add_group(group)
             cut = _Cut(reader, writer, steps=steps, window=window)
-            for rank in chosen:
+            for number, rank in enumerate(chosen):
                 cut.rank(rank)
+                if progress is not None:
+                    progress(number + 1, len(chosen))
             num_payloads = _copy_payloads(reader, writer, cut.digests if keep_payloads else set())
         before = sum(reader.num_units(rank) for rank in chosen)
     first, last = (cut.first_ns, cut.last_ns) if cut.first_ns <= cut.last_ns else (None, None)

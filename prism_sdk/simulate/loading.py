@@ -137,6 +137,7 @@ def load(
     change: Change | None = None,
     with_sizes: bool = True,
     transfers_needed: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> SimJob:
     """Read a trace for simulation.
 
@@ -150,6 +151,7 @@ def load(
         change: changes the columns of each rank before they are taken up.
         with_sizes: also read sizes, microbatches and labels, which what-if changes and cluster profiles need.
         transfers_needed: False where a cluster profile will give the transfers that the graph lacks.
+        progress: is told how many ranks of how many are read.
 
     Raises:
         MissingTimingError: a bare graph whose transfers nothing gives, or a duration is absent.
@@ -158,7 +160,7 @@ def load(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return load(reader, ranks=ranks, steps=steps, change=change, with_sizes=with_sizes,
-                        transfers_needed=transfers_needed)  # fmt: skip
+                        transfers_needed=transfers_needed, progress=progress)  # fmt: skip
     reader = source
     is_bare = reader.graph_kind is GraphKind.BARE
     if is_bare and transfers_needed:
@@ -174,8 +176,10 @@ def load(
                     with_sizes=with_sizes, total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
     taker = _Taker(reader, steps=steps, change=change, with_sizes=with_sizes)
     with _no_collector():
-        for rank in chosen:
+        for number, rank in enumerate(chosen):
             taker.take(rank, loader)
+            if progress is not None:
+                progress(number + 1, len(chosen))
     if chosen and not loader.has_units and steps is not None:
         raise UsageError(f"{reader.path} has no units in steps {steps.start}:{steps.stop}",
                          hint="`prism info` says which steps there are")  # fmt: skip

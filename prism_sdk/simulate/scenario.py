@@ -70,12 +70,19 @@ class Scenario:
         """Whether ranks or units differ from those of the trace."""
         return bool(self.remove) or any(value is not None for value in (self.microbatches, self.schedule, self.dp))
 
-    def job(self, source: str | os.PathLike[str], *, steps: range | None = None) -> SimJob:
-        """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
+    def job(
+        self, source: str | os.PathLike[str], *, steps: range | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SimJob:  # fmt: skip
+        """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit.
+
+        ``progress`` is told how many ranks of how many are read.
+        """
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
         change = self._restructure(source, steps)
-        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster,
+                   progress=progress)  # fmt: skip
         if self.microbatches is not None or self.schedule is not None:
             job = replace(job, notes=(*job.notes, _note_on_memory(job)))
         if self.dp is not None:
@@ -99,9 +106,12 @@ class Scenario:
             job = ExpertSkew(self.moe_skew, self.moe_seed).apply(job)
         return job
 
-    def run(self, source: str | os.PathLike[str], *, steps: range | None = None) -> Timeline:
-        """The timeline of the changed job."""
-        return simulate(self.job(source, steps=steps))
+    def run(
+        self, source: str | os.PathLike[str], *, steps: range | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Timeline:  # fmt: skip
+        """The timeline of the changed job; ``progress`` as in ``job``."""
+        return simulate(self.job(source, steps=steps, progress=progress))
 
     def _restructure(
         self, source: str | os.PathLike[str], steps: range | None

@@ -95,7 +95,7 @@ def observed_weights(
     arrival, completed = np.full(total + 1, _LOW), np.full(total + 1, _LOW)
     dated = [_dated(job, at, start, end, has_streams=has_streams) for at, (start, end) in enumerate(times)]
     for at, rank in enumerate(dated):
-        event, row = _events(job, at)
+        event, _ = _events(job, at)
         np.maximum.at(arrival, event, rank.posted_ns)
         has_end = rank.ended_ns != ABSENT
         np.maximum.at(completed, event[has_end], rank.ended_ns[has_end])

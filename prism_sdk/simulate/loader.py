@@ -188,8 +188,8 @@ class Loader:
         like = self._weights.get(key)
         if like is not None:
             base, at = like
-            others = self._main[at], self._side[at], self._provenance[at]
-            if all(np.array_equal(a, b) for a, b in zip((main, side, provenance), others, strict=True)):
+            is_same = np.array_equal(main, self._main[at]) and np.array_equal(side, self._side[at])
+            if is_same and np.array_equal(provenance, self._provenance[at]):
                 return self._recalled.put("weights", arrays, base)
         base = self._num_weights
         self._weights[key] = base, len(self._main)

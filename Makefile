@@ -19,11 +19,12 @@ STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.
 TEST_STAMP := $(STAMP)-test
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test fuzz lint docs clean
+.PHONY: help setup demo test ray fuzz lint docs clean
 
 help:
 	@echo 'make demo    observe, record, calibrate, emulate and compare a small GPT (set-up included)'
 	@echo 'make test    run every test (set-up included)'
+	@echo 'make ray     install Ray and run the tests that need it'
 	@echo 'make fuzz    run the property tests with new examples'
 	@echo 'make setup   create $(VENV) with torch, Prism and its test tools'
 	@echo 'make lint    ruff, mypy and the import contracts'
@@ -85,6 +86,11 @@ demo: $(STAMP)
 
 test: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Recordings, calibrations and sweeps on a Ray cluster of several raylets; Ray is 75 MB, and `make test` does without it.
+ray: setup
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[ray]'
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest tests/runtime/test_engines.py $(ARGS)
 
 fuzz: setup
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 --hypothesis-profile=default $(ARGS) \

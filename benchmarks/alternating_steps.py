@@ -51,9 +51,7 @@ class Switch:
             agent._naming = activate_adapters(spec.adapters or (), spec.plugins, agent.tracer, agent._adapters)
             agent.tracer.resume()
         else:
-            assert intercept._library is not None
-            intercept._library._destroy()
-            intercept._library = None
+            intercept.restore_kernels()
             agent._adapters.close()
             agent._adapters = contextlib.ExitStack()
 

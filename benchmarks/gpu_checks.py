@@ -1,6 +1,6 @@
 """Runs one job over NCCL and under Prism on the GPUs at hand, and compares values, memory and times.
 
-    python benchmarks/gpu_checks.py [record] [full] [moves] [observe] [emulate] [graphs]
+    python benchmarks/gpu_checks.py [record] [full] [moves] [observe] [emulate] [graphs] [switch] [limit]
 
 Where there is one GPU, real NCCL runs put both ranks on it: each says that it is on a host of its own (NCCL_HOSTID), so
 that NCCL lets them, and goes over sockets.  What torch's allocator does is the same; times of such a run mean nothing.
@@ -17,6 +17,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -39,7 +40,7 @@ class Ran:
     def __post_init__(self) -> None:
         for line in self.out.splitlines():
             kind, _, text = line.partition(" ")
-            if kind in ("MEMORY", "LOSS", "STEPS"):
+            if kind in ("MEMORY", "LOSS", "STEPS", "TURNS", "GROWN"):
                 value = json.loads(text)
                 self.said.setdefault(kind, {})[value["rank"]] = value
 
@@ -316,6 +317,54 @@ def check_graphs(folder: Path, num_devices: int) -> bool:
     return set(counts) == {2} and refused.code == 1 and says
 
 
+def check_switch(folder: Path, num_devices: int) -> bool:
+    """How long it takes from one resident rank's parking to the other's going on, nothing else in between."""
+    ran = prism("record", folder / "turns.prism", "turns", "400", ranks=2, options=("--slots", "1"))
+    ran.show("record turns, 2 ranks, 1 slot")
+    times = switches([said for _, said in sorted(ran.said.get("TURNS", {}).items())])
+    if not times:
+        return False
+    middle, late = median(times), times[len(times) * 95 // 100]
+    print(f"   {len(times)} switches: median {middle / 1e3:.0f} us, p95 {late / 1e3:.0f}, max {times[-1] / 1e3:.0f} us")
+    return ran.code == 0 and middle < 1_000_000
+
+
+def switches(said: list[dict[str, Any]]) -> list[int]:
+    """From a rank's entering an operation to the other's leaving one, where that is what happens next; ascending."""
+    events = sorted(
+        (at, rank, kind) for rank, one in enumerate(said) for kind in ("entered", "left") for at in one[kind]
+    )
+    return sorted(
+        after - before
+        for (before, rank, kind), (after, other, then) in pairwise(events)
+        if rank != other and kind == "entered" and then == "left"
+    )
+
+
+def check_limit(folder: Path, num_devices: int) -> bool:
+    """A limit of just what the device has refuses the allocation that the device does; a smaller one, as said."""
+    words = ("grow", "64", "--caught")
+    plain = real(*words, ranks=1, num_devices=num_devices)
+    plain.show("grow, without Prism")
+    told = plain.said.get("GROWN", {}).get(0)
+    if told is None:
+        return False
+    good = True
+    for limit in (told["total"], 80 << 30):
+        for mode in ("record", "observe"):
+            options = ("--device-memory", str(limit))
+            ran = prism(mode, folder / f"grow-{mode}-{limit}.prism", *words, ranks=1, options=options)
+            ran.show(f"grow, {mode} --device-memory {limit}")
+            found = ran.said.get("GROWN", {}).get(0, {})
+            print(f"   chunks {found.get('num')}, without a limit {told['num']}; total {found.get('total')}, "
+                  f"properties {found.get('seen')}", flush=True)  # fmt: skip
+            is_whole = limit == told["total"]
+            wanted = told["num"] - (0 if is_whole else -((limit - told["total"]) // (64 << 20)))
+            good = good and found.get("total") == found.get("seen") == limit
+            good = good and abs(found.get("num", 0) - wanted) <= (0 if is_whole else 1)
+    return good
+
+
 def made_up_times(source: Path, output: Path) -> Path:
     """A recording with times that nobody measured, for the values alone."""
     import numpy as np
@@ -338,8 +387,7 @@ def made_up_times(source: Path, output: Path) -> Path:
 
 CHECKS = {
     "record": check_record, "observe": check_observe, "emulate": check_emulate, "full": check_full,
-    "moves": check_moves,
-    "graphs": check_graphs,
+    "moves": check_moves, "graphs": check_graphs, "switch": check_switch, "limit": check_limit,
 }  # fmt: skip
 
 

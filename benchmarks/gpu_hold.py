@@ -1,6 +1,6 @@
 """Emulates jobs on one GPU with transfer times that are known, and compares their steps with what must come out.
 
-    python benchmarks/gpu_hold.py [operations] [chain] [beside] [fsdp2] [ddp]
+    python benchmarks/gpu_hold.py [operations] [chain] [beside] [fsdp2] [ddp] [--backend=nccl]
 
 Checked: losses and memory against the recording, to the byte; steps against sums; how exact releases were.  A step of
 `chain` is 12 times (computing + transfer), one of `beside` 12 times (computing + the longer of transfer and more
@@ -27,9 +27,12 @@ from prismtrace import ABSENT, GraphKind, TraceReader, UnitKind
 ROOT = Path(__file__).parents[1]
 JOBS = ROOT / "tests" / "runtime"
 SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", "70"))
+BACKEND = next((word.partition("=")[2] for word in sys.argv[1:] if word.startswith("--backend=")), "local")
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "fsdp2": {"plain": (), "occupying": ("-O", "occupy=24")}, "ddp": {"plain": ()},
 }  # fmt: skip
+if BACKEND != "local":
+    del VARIANTS["fsdp2"]["occupying"]
 LONGEST: dict[str, float] = {}  # steps of chains with the longest transfers, in ms
 KEEP = os.environ.get("RESULT")
 TRANSFERS_NS = {"chain": (100_000, 5_000_000), "beside": (5_000_000,)}
@@ -39,7 +42,8 @@ CHAIN = 12
 def run(mode: str, output: Path, kind: str, steps: int, *options: str) -> dict[str, Any]:
     """The job under `prism MODE`: what its rank 0 said, and `code`, `wall`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), "--nproc-per-node", "2", *options]
+    size = ["--backend", BACKEND] if mode == "emulate" else ["--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *options]
     started = time.monotonic()
     try:
         done = subprocess.run(
@@ -88,7 +92,10 @@ def with_transfers(source: Path, output: Path, transfer_ns: int | None, *, gb_pe
 def facts(path: Path) -> dict[str, str]:
     """What the emulated rank reported of itself."""
     with TraceReader(path) as reader:
-        names = ("held", "release", "prefetch", "device_pool", "ring", "times", "streams", "operations_w", "reductions")
+        names = (
+            "held", "release", "prefetch", "device_pool", "ring", "times", "streams", "operations_", "reductions",
+            "carried", "communicator", "call_", "sent_", "scheduled_",
+        )  # fmt: skip
         return {k.removeprefix("rank.0."): v for k, v in reader.metadata.items()
                 if k.startswith("rank.0.") and k.removeprefix("rank.0.").startswith(names)}  # fmt: skip
 
@@ -158,7 +165,8 @@ def operations(folder: Path) -> bool:
 
 
 def main() -> int:
-    kinds = sys.argv[1:] or ["operations", "chain", "beside", "fsdp2", "ddp"]
+    kinds = [word for word in sys.argv[1:] if not word.startswith("-")]
+    kinds = kinds or ["operations", "chain", "beside", "fsdp2", "ddp"]
     results = {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)

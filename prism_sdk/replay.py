@@ -91,6 +91,10 @@ class AssistContext(Protocol):
     def options(self) -> Mapping[str, str]:
         """The user's ``-O key=value`` pairs."""
 
+    @property
+    def hold_fds(self) -> Sequence[int]:
+        """What each sandbox rank shares with the process that releases its streams; empty where none is to be held."""
+
     def report(self, message: str) -> None:
         """Show one line of progress to the user."""
 
@@ -153,6 +157,19 @@ class ReplaySession(abc.ABC):
 
         Returns:
             None where this backend moves nothing: values come from the recording, and the rank is held until it is due.
+        """
+        return None
+
+    def open_streams(self, device: Any, script: Any) -> Any:
+        """Prepare for a sandbox rank's first operation on a GPU, which the runtime holds there; its context is there.
+
+        Args:
+            device: the ``torch.device``.
+            script: what the rank is expected to do (``prism_sdk.runtime.manifest.Script``).
+
+        Returns:
+            What makes calls of a library in place of waits (``prism_sdk.runtime.oncuda.joining.Joining``); None where
+            streams only wait.
         """
         return None
 

@@ -21,6 +21,7 @@ from prismtrace.entries import CHUNK_ENTRY, ChunkMeta, chunk_entry, ranks_of
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError
 from prismtrace.index import Index
 from prismtrace.model import ROLE_RANK, ColumnSpec, TableKind
+from prismtrace.repeated import Repeated
 from prismtrace.source import Source
 from prismtrace.stacked import StackedChunk
 from prismtrace.strings import parse_strings
@@ -86,6 +87,7 @@ class ChunkReader:
         self._strings: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
         self._roles = _Recent[int, ChunkDecoder]()
         self._kept = _Recent[tuple[int, int], _Loaded]()
+        self._repeated = Repeated()
         self._lock = threading.Lock()
 
     def columns(
@@ -109,7 +111,7 @@ class ChunkReader:
     def forget(self) -> None:
         """Drops what is kept. What is kept refers back to this object, so this also lets go of it at once."""
         with self._lock:
-            for kept in (self._strings, self._roles, self._kept):
+            for kept in (self._strings, self._roles, self._kept, self._repeated):
                 kept.clear()
 
     def _stack(self, loaded: _Loaded, entry: Any, rank: int, num_columns: int) -> StackedChunk:
@@ -151,6 +153,7 @@ class ChunkReader:
             keep=rank == ROLE_RANK,
             into=into,
             shared=lambda: self._shared_strings(meta.strings, int(entry["offset"])),
+            repeated=None if place is None else self._repeated,
         )
 
     def _of_several(self, entry: Any) -> _Loaded:

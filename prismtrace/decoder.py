@@ -30,6 +30,7 @@ from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceFormatError, TraceLimitError, TraceVersionError, reading
 from prismtrace.members import replaced, shifted, table_size
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
+from prismtrace.repeated import Repeated
 from prismtrace.roles import INTEGERS
 from prismtrace.tables import Column, DictionaryColumn, frozen_column, list_column
 from prismtrace.ticks import FLOAT32_SHIFT
@@ -48,7 +49,7 @@ class ChunkDecoder(ChunkStreams):
     `template` decodes the chunk of the role with the same rows, for a chunk of ranks that have one; `place` is the
     rank that is read, as its position among the `num_ranks` ranks of the chunk: None for the rows of all ranks of a
     stacked chunk, one after the other. `keep` keeps decoded columns for the next one who asks; `shared` gives the
-    shared strings.
+    shared strings; `repeated` remembers columns of other chunks.
     """
 
     def __init__(
@@ -65,13 +66,14 @@ class ChunkDecoder(ChunkStreams):
         keep: bool = False,
         into: Into | None = None,
         shared: Callable[[], tuple[str, ...]] = tuple,
+        repeated: Repeated | None = None,
     ) -> None:
         self.named = {spec.name: spec for spec in meta.named}
         super().__init__(meta, fetch=fetch, path=path, data_offset=data_offset)
         self._meta = meta
         self._template, self._place, self._num_ranks = template, place, num_ranks
         self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
-        self._into = into
+        self._into, self._repeated = into, repeated
         self._repeat = num_ranks if place is None else 1
         self._num_rows = meta.num_rows * self._repeat
         self._kept: dict[str, Column] | None = {} if keep else None
@@ -88,12 +90,7 @@ class ChunkDecoder(ChunkStreams):
         every = {**(self._template.named if self._template else {}), **self.named}
         wanted = [*specs, *(spec for name, spec in every.items() if named is None or name in named)]
         with reading("chunk", path=self._path, offset=self._data_offset):
-            result: dict[str, Column] = {}
-            for spec in wanted:
-                column = self._column(spec)
-                if column is not None:
-                    result[spec.name] = column
-            return result
+            return {spec.name: column for spec in wanted if (column := self._column(spec)) is not None}
 
     def named_specs(self, columns: Collection[str]) -> tuple[ColumnSpec, ...]:
         """The named columns among decoded ones."""
@@ -157,6 +154,10 @@ class ChunkDecoder(ChunkStreams):
         if not parts:
             role = self._of_role(spec)
             return role[0]._column(role[1]) if role else None
+        if self._kept is None and self._repeated is not None:
+            streams = [self._streams[spec.column_id, part] for part in sorted(parts)]
+            return self._repeated.column(spec, streams, num_rows=self._num_rows, fetch=self._fetch,
+                                         decode=lambda: self._decoded(spec, parts))  # fmt: skip
         if self._kept is None:
             return self._decoded(spec, parts)
         if spec.name not in self._kept:

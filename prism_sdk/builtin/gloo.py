@@ -9,10 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -27,6 +24,7 @@ from prism_sdk.abc import (
     ReplayContext,
     ReplaySession,
 )
+from prism_sdk.builtin.assistants import assistant, connections
 from prism_sdk.builtin.local import LocalSession
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
@@ -36,11 +34,12 @@ if TYPE_CHECKING:
 
 _LIMIT_BYTES = 256 << 20
 _LEAD_US = 1000  # what a message may take: threads wake up late on a busy machine
-_PATIENCE_S = 5.0
 
 
 class GlooSession(LocalSession):
     """Carries operations, and holds the rank for what is left of their time."""
+
+    holds_streams = False  # what it carries is on the CPU
 
     def __init__(self, carrier: Carrier | None) -> None:
         """Without a carrier (no assistant was started) it only holds."""
@@ -97,40 +96,29 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     }
     same_fd = os.memfd_create("prism-same", 0)
     os.ftruncate(same_fd, 1 << 42)
-    pairs = [socket.socketpair() for _ in sandbox]
-    facts = VirtualFacts(
-        graph=context.graph_path, folder=context.work_dir, sandbox=sandbox, groups=groups, board_fd=context.board_fd,
-        same_fd=same_fd, control_fds=tuple(theirs.fileno() for _, theirs in pairs), cpus=tuple(context.cpus),
-        limit_bytes=at_least(context.options, "prefetch_bytes", default=_LIMIT_BYTES, low=0), lead_ns=lead_ns,
-    )  # fmt: skip
-    path = context.work_dir / "virtual"
-    path.write_bytes(pickle.dumps(facts))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "prism_sdk.runtime.virtual", str(path)],
-        pass_fds=[same_fd, context.board_fd, *facts.control_fds], start_new_session=True,
-    )  # fmt: skip
-    context.watch(process, "the assistant that plays the virtual ranks")
+    path = None
     try:
-        control_fds = tuple(ours.fileno() for ours, _ in pairs)
-        yield Assistance(
-            facts={
-                "groups": groups, "folder": context.work_dir, "same_fd": same_fd, "control_fds": control_fds,
-                "num_operations": len(BoundaryPlan.load(context.work_dir / "plan")),
-            },
-            descriptors=(same_fd, *control_fds),
-        )  # fmt: skip
+        with connections(len(sandbox)) as (ours, theirs):
+            facts = VirtualFacts(
+                graph=context.graph_path, folder=context.work_dir, sandbox=sandbox, groups=groups,
+                board_fd=context.board_fd, same_fd=same_fd, control_fds=theirs, cpus=tuple(context.cpus),
+                limit_bytes=at_least(context.options, "prefetch_bytes", default=_LIMIT_BYTES, low=0), lead_ns=lead_ns,
+            )  # fmt: skip
+            with assistant(
+                context, ("-m", "prism_sdk.runtime.virtual"), facts, name="the assistant that plays the virtual ranks",
+                descriptors=[same_fd, context.board_fd, *theirs],
+            ) as path:  # fmt: skip
+                yield Assistance(
+                    facts={
+                        "groups": groups, "folder": context.work_dir, "same_fd": same_fd, "control_fds": ours,
+                        "num_operations": len(BoundaryPlan.load(context.work_dir / "plan")),
+                    },
+                    descriptors=(same_fd, *ours),
+                )  # fmt: skip
     finally:
-        process.terminate()
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
         os.close(same_fd)
-        for ours, theirs in pairs:
-            ours.close()
-            theirs.close()
-        _report(context, path.with_suffix(".json"))
+        if path is not None:
+            _report(context, path.with_suffix(".json"))
 
 
 def _report(context: AssistContext, path: Path) -> None:

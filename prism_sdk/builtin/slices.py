@@ -38,6 +38,7 @@ MEASURED, UNSPECIFIED = 1, 0  # of the registry's Provenance
 # a pass that changes no step time by more than the half width of the interval is the last; the half width counts
 # between these bounds, or a noisy machine would call anything converged
 _SMALLEST_NOISE, _LARGEST_NOISE = 0.001, 0.05
+_BUSY_PERCENT = 5.0  # of their time that ranks are ready and have no CPU, from which on it is said
 # of draws and of resamples for the prediction: fewer for large graphs, to keep its cost bounded
 _MOST_TIMELINES, _ROWS_SCHEDULED = 100, 1_000_000
 
@@ -87,10 +88,17 @@ class Slices(CalibrationStrategy):
         prediction: Prediction | None = None
         provenance: np.ndarray | None = None
         converged = False
+        waited: float | None = None
         num_timelines = min(max(_ROWS_SCHEDULED // max(len(base), 1), 8), _MOST_TIMELINES)
         for index in range(max(options.passes, 1)):
             traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
             measured += [JobGraph.load(trace) for trace in traces]
+            waited = _cpu_wait_percent(traces)
+            if waited is not None and waited > _BUSY_PERCENT:
+                context.report(
+                    f"this machine is busy: ranks were ready and had no CPU for {waited:.0f} % of their time; "
+                    "what is measured holds for that load, small transfers most of all"
+                )
             context.progress(len(slices), len(slices), doing=f"pass {index + 1}: joining the slices")
             default = plausible_transfers(base, measured)
             before = prediction
@@ -128,6 +136,8 @@ class Slices(CalibrationStrategy):
             "calibration.unmeasured_units": str(len(prediction.means.unmeasured_compute)),
             "calibration.transfers": modelled.source if modelled is not None else "slices",
         }  # fmt: skip
+        if waited is not None:
+            facts["calibration.cpu_wait_percent"] = f"{waited:.1f}"
         if context.num_devices:
             facts["calibration.devices"] = str(context.num_devices)
             facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
@@ -226,6 +236,16 @@ def _write_by_roles(
         times=lambda rank: columns_of(calibration, rank, provenance),
         steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
     )  # fmt: skip
+
+
+def _cpu_wait_percent(traces: Sequence[Path]) -> float | None:
+    """For which share of their time the ranks of these slices had no CPU when they could have run."""
+    found: list[float] = []
+    for trace in traces:
+        with TraceReader(trace) as reader:
+            known = (reader.metadata.get(f"rank.{rank}.cpu_wait_percent") for rank in reader.ranks)
+            found += [float(value) for value in known if value]
+    return float(np.mean(found)) if found else None
 
 
 def _slices_of(graph: JobGraph, job: _Job, context: CalibrationContext) -> list[tuple[int, ...]]:

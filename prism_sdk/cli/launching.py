@@ -178,30 +178,29 @@ def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
     if is_empty:
         click.echo(f"prism {mode.value}: finding: no rank had steps {config.steps}: the trace is empty", err=True)
     elif result.exit_code == 0 and not config.quiet and _saw_nothing(config):
-        click.echo(f"prism {mode.value}: warning: the program ran, and nothing of it was seen: it made no process "
-                   "group (torch.distributed.init_process_group)", err=True)  # fmt: skip
+        click.echo(f"prism {mode}: warning: the program ran, and nothing of it was seen: no process group", err=True)
     return ExitCode.OK if result.exit_code == 0 and not is_empty else ExitCode.FINDING
 
 
 def _holds_nothing(config: LaunchConfig) -> bool:
     """Whether `--steps` left nothing of a run; a recording keeps the units of all steps."""
+    from prismtrace import TraceReader
+
     steps = config.steps
     if steps is None or steps.is_all or config.mode is LaunchMode.RECORD or not config.output.is_file():
         return False
-    from prismtrace import TraceReader
-
     with TraceReader(config.output) as reader:
         return not reader.ranks
 
 
 def _saw_nothing(config: LaunchConfig) -> bool:
     """Whether the ranks of a job had no group, and no more than one stretch of computing from start to end."""
-    if config.mode not in (LaunchMode.OBSERVE, LaunchMode.RECORD) or not config.output.is_file():
-        return False
     from prismtrace import TraceReader
 
+    if config.mode not in (LaunchMode.OBSERVE, LaunchMode.RECORD) or not config.output.is_file():
+        return False
     with TraceReader(config.output) as reader:
-        return not reader.groups and all(reader.num_units(rank) <= 1 for rank in reader.ranks)
+        return not reader.groups and max(map(reader.num_units, reader.ranks), default=0) <= 1
 
 
 def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
@@ -211,6 +210,12 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
     _check_output(output, graph=graph)
     nproc, nodes = _world(mode, values, graph=graph)
     sandbox: tuple[int, ...] = values.get("sandbox") or ()
+    sample_ranks: tuple[int, ...] = values.get("sample_ranks") or ()
+    if sample_ranks and sample_ranks[-1] >= nproc * nodes:
+        raise click.BadParameter(
+            f"rank {sample_ranks[-1]} does not exist: the job has ranks 0 to {nproc * nodes - 1}.",
+            param_hint="'--sample-ranks'",
+        )
     if sandbox and sandbox[-1] >= nproc * nodes:
         raise click.BadParameter(
             f"rank {sandbox[-1]} does not exist: the job has ranks 0 to {nproc * nodes - 1}.", param_hint="'--sandbox'"
@@ -251,7 +256,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         steps=values["steps"],
         num_slots=values.get("slots"),
         roles=values.get("roles"),
-        num_samples=DEFAULT_SAMPLES if values.get("num_samples") is None else values["num_samples"],
+        num_samples=_num_samples(values),
+        sample_ranks=sample_ranks,
         sandbox=sandbox,
         strategy=values.get("strategy"),
         backend=values.get("backend"),
@@ -272,6 +278,13 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         quiet=values["quiet"],
         json=values["as_json"],
     )
+
+
+def _num_samples(values: Mapping[str, Any]) -> int:
+    """Ranks that are named with their neighbours show as much as ranks chosen by number; both only if asked for."""
+    if values.get("num_samples") is not None:
+        return int(values["num_samples"])
+    return 0 if values.get("sample_ranks") else DEFAULT_SAMPLES
 
 
 def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -> tuple[int, int]:
@@ -295,6 +308,8 @@ def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -
         raise click.UsageError("--roles records the whole job on this machine: leave --nnodes out.")
     if values.get("roles") is None and values.get("num_samples") is not None:
         raise click.UsageError("--samples says how many ranks --roles verifies: give --roles too.")
+    if values.get("roles") is None and values.get("sample_ranks") is not None:
+        raise click.UsageError("--sample-ranks says which ranks run beside those of --roles: give --roles too.")
     if alias is not None and nproc is not None and alias != nproc * nodes:
         raise click.UsageError(f"--world-size {alias} and --nproc-per-node {nproc} contradict each other; give one.")
     if alias is not None:
@@ -310,8 +325,10 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
         if "roles.representatives" in reader.metadata and "expand.source" in reader.metadata:
             raise UsageError(
                 f"{graph} was recorded by roles and grown by prism expand: no rank of the larger job ran, so prism "
-                f"{mode.value} cannot start from it", hint="record the larger job by roles (docs/roles.md)",
-            )  # fmt: skip
+                f"{mode.value} cannot start from it",
+                hint="record the larger job by roles, which takes as many processes as the smaller one "
+                "(docs/roles.md); for times alone calibrate the smaller job and grow that, for prism simulate",
+            )
     if kind == GraphKind.EMULATED:
         raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")
     if mode is LaunchMode.EMULATE and kind == GraphKind.BARE:

@@ -60,6 +60,9 @@ _COMMANDS = {
     },
 }
 
+_REFUSED_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""What a write to standard output may end with; files of Prism's own name themselves in their errors."""
+
 _HELP = """Record a distributed PyTorch training job with few devices, and predict how it runs with many.
 
 The script stays as it is: write `prism observe` where you wrote `torchrun`.
@@ -108,6 +111,8 @@ def run(arguments: Sequence[str], *, interrupted: Callable[[], bool] = lambda: F
 
     ``interrupted`` says whether Ctrl-C was pressed: where a library swallows it, an error of another kind follows.
     """
+    if sys.stdout is None:  # closed by the shell (`>&-`): nobody wants to read it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - it stays open as long as the process
     try:
         code = cli.main(args=list(arguments), prog_name="prism", standalone_mode=False)
         sys.stdout.flush()
@@ -123,12 +128,20 @@ def run(arguments: Sequence[str], *, interrupted: Callable[[], bool] = lambda: F
     except (BrokenPipeError, SystemExit):
         # the reader of our output went away (`prism info x | head`), which click turns into SystemExit: not an
         # error, and nobody to say it to
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return ExitCode.OK
     except Exception as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno in _REFUSED_OUTPUT:
+            _drop_output()  # the interpreter flushes once more
+            click.echo(f"prism: error: standard output cannot be written: {error.strerror}", err=True)
+            return ExitCode.FINDING
         code = getattr(error, "exit_code", None)
         return _say_interrupted() if interrupted() and code != ExitCode.INTERRUPTED else _explain(error)
+
+
+def _drop_output() -> None:
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say_interrupted() -> int:

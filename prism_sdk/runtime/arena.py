@@ -75,8 +75,13 @@ class Arena:
         if resident:
             self._free_bytes += size
         else:
-            _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size)
+            self.give_up(offset, num_bytes)
         self._free[size].append((offset, resident))
+
+    def give_up(self, offset: int, num_bytes: int) -> None:
+        """Let the system have the pages of a region, whoever owns it."""
+        size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
+        _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size)
 
     def write(self, offset: int, views: list[memoryview]) -> None:
         """Write `views` one after the other from `offset`."""

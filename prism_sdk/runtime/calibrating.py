@@ -17,7 +17,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.config import DEFAULT_STRATEGY, LaunchConfig, LaunchMode, LaunchResult, PayloadMode
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
-from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_folder
+from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_slices
 from prism_sdk.runtime.gpus import num_gpus, uses_gpus
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.progress import Progress
@@ -149,7 +149,7 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
         finally:
             shutil.rmtree(work_dir, ignore_errors=True)
     else:
-        work_dir = kept_folder(config)
+        work_dir = kept_slices(config)
         with RayEngine(config.address, num_slots=config.num_slots) as engine:
             context = SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine)
             result = strategy.calibrate(context)

@@ -123,6 +123,8 @@ class LaunchConfig:
     """Record: one real rank a role; ``auto``, a layout, or a file. Absent: all ranks run."""
     num_samples: int = DEFAULT_SAMPLES
     """With ``roles``: how many ranks more run, to verify that ranks of one role do the same."""
+    sample_ranks: tuple[int, ...] = ()
+    """With ``roles``: ranks that run too, with those whom they meet, so that their own data is recorded."""
     sandbox: tuple[int, ...] = ()
     """Emulate: the ranks that run for real, ascending; empty: the runtime chooses."""
     strategy: str | None = None
@@ -136,7 +138,7 @@ class LaunchConfig:
     moe_skew: float | None = None
     """Expert e gets (e + 1) ** -skew times the tokens; absent: as the graph was recorded, else as the router says."""
     engine: str | None = None
-    """Calibrate: what spreads slices over machines (``ray``); absent: they run here, one after the other."""
+    """Record, calibrate: what spreads ranks or slices over machines (``ray``); absent: they run here."""
     address: str | None = None
     """Of the engine's cluster; absent: one on this machine."""
     pin: bool = True

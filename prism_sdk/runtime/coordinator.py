@@ -8,19 +8,18 @@ contribute, summed in rank order, so a recording is the same whatever the number
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from collections import deque
 from typing import Any
 
 from prism_sdk.errors import CollectiveMismatchError
-from prism_sdk.runtime.cpus import cpu_ticks, set_affinity, slot_cpus
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Post
 from prism_sdk.runtime.oncuda.residence import Residence
 from prism_sdk.runtime.progress import Snapshot
+from prism_sdk.runtime.slots import Slots
 from prism_sdk.runtime.standing import (
     DONE,
     LENT,
@@ -48,9 +47,7 @@ class Coordinator(Policy):
     """Policy that multiplexes the ranks over `num_slots` slots, each with its share of the CPUs."""
 
     def __init__(self, num_slots: int, *, pin: bool = True) -> None:
-        self.num_slots = num_slots
-        self._cpus = [slot_cpus(slot, num_slots) for slot in range(num_slots)] if pin else []
-        self._free = list(range(num_slots - 1, -1, -1))
+        self.slots = Slots(num_slots, pin=pin)
         self._holders: dict[int, RankState] = {}  # slot -> who has it
         self._lent: set[int] = set()  # ranks that run or are stuck without a slot
         self._in_store: dict[int, None] = {}  # ranks that wait for a key, in the order in which they came
@@ -95,15 +92,15 @@ class Coordinator(Policy):
 
     def _leave_slot(self, state: RankState) -> None:
         if state.slot is not None:
-            self._free.append(state.slot)
+            self.slots.give_back(state.slot)
             del self._holders[state.slot]
             state.slot = None
 
     def _grant(self) -> None:
         """Give free slots to ranks that can run, first come first served among those whose memory is there."""
-        while self._ready and (self._free or self._devices.is_used):
-            rank = self._devices.first_in(self._ready)
-            if rank is None or not self._free:
+        while self._ready and (self.slots.are_free or self._devices.is_used):
+            rank = self._devices.first_in(self.slots.fitting(self._ready))
+            if rank is None or not self.slots.are_free:
                 return
             state = self._states[rank]
             if state.state == NEW and not self._devices.may_start(rank):
@@ -111,7 +108,7 @@ class Coordinator(Policy):
             self._ready.remove(rank)
             if state.state not in (NEW, READY):
                 continue
-            state.slot = self._free.pop()
+            state.slot = self.slots.take(rank)
             self._holders[state.slot] = state
             if state.state == NEW:
                 state.state = RUNNING
@@ -127,9 +124,10 @@ class Coordinator(Policy):
     def _pin(self, state: RankState) -> None:
         """Move a rank to the CPUs of its slot, all of its threads; most of the time it is there already."""
         pid = self.host.ranks[state.rank].pid
-        if self._cpus and pid and state.slot is not None and state.pinned != self._cpus[state.slot]:
-            state.pinned = self._cpus[state.slot]
-            set_affinity(pid, state.pinned)
+        cpus = () if state.slot is None else self.slots.cpus(state.slot)
+        if pid and cpus and state.pinned != cpus:
+            state.pinned = cpus
+            self.host.set_affinity(state.rank, cpus)
 
     def _answer(self, state: RankState) -> None:
         reply, state.reply, state.waits_for = state.reply, None, None
@@ -308,7 +306,7 @@ class Coordinator(Policy):
         if now >= self._next_look_ns:
             self._next_look_ns = now + _LOOK_NS
             self._devices.pager.tick()
-            if self._ready and not self._free:
+            if self._ready and self.slots.are_short_for(self._ready):
                 self._lend_stalled_slots(now)
             if self._lent and not self._holders and not self._ready:
                 self._name_stuck(now)
@@ -323,7 +321,7 @@ class Coordinator(Policy):
         """A rank can block where we do not see it (its own TCPStore, a lock, a pipe): let another one run meanwhile."""
         for state in list(self._holders.values()):
             pid = self.host.ranks[state.rank].pid
-            ticks = cpu_ticks(pid)
+            ticks = self.host.cpu_ticks(state.rank)
             if not pid or ticks != state.cpu_ticks:  # not forked yet, or at work
                 state.cpu_ticks, state.cpu_since_ns = ticks, now
             elif now - state.cpu_since_ns > _STALL_NS:
@@ -332,14 +330,14 @@ class Coordinator(Policy):
                 self._lent.add(state.rank)
                 state.stuck_since_ns = now
                 state.pinned = ()
-                set_affinity(pid, tuple(os.sched_getaffinity(0)))
+                self.host.set_affinity(state.rank, None)
         self._grant()
 
     def _name_stuck(self, now: int) -> None:
         """Nothing moves and some ranks block on something of their own: no proof of a deadlock, but worth a line."""
         for rank in self._lent - self._warned:
             state = self._states[rank]
-            ticks = cpu_ticks(self.host.ranks[rank].pid)
+            ticks = self.host.cpu_ticks(rank)
             if ticks != state.cpu_ticks:
                 state.cpu_ticks, state.stuck_since_ns = ticks, now
             elif now - state.stuck_since_ns > _STUCK_NS:

@@ -1,12 +1,14 @@
 """Which CPUs a rank may use, and whether it uses any.
 
-Responsible for dividing them up and for the two system files behind that; who runs when is coordinator.py's.
+Responsible for dividing them up and for the system files behind that; who runs when is coordinator.py's.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
+from pathlib import Path
 
 
 def num_cpus() -> int:
@@ -52,3 +54,24 @@ def cpu_ticks(pid: int) -> int:
         return int(fields[11]) + int(fields[12])
     except (OSError, IndexError, ValueError):
         return -1
+
+
+class CpuWaits:
+    """For how long the calling process's main thread was ready to run and had no CPU, since this was made."""
+
+    def __init__(self) -> None:
+        self._began_ns, self._waited_ns = time.monotonic_ns(), _waited_ns()
+
+    def percent(self) -> float | None:
+        """The share of the time since then; None where the kernel does not say."""
+        now = _waited_ns()
+        if now is None or self._waited_ns is None:
+            return None
+        return 100 * (now - self._waited_ns) / max(time.monotonic_ns() - self._began_ns, 1)
+
+
+def _waited_ns() -> int | None:
+    try:
+        return int(Path("/proc/self/schedstat").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # a kernel without scheduler statistics
+        return None

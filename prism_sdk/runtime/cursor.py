@@ -21,6 +21,8 @@ class Cursor:
         self._position = 0
         self.rounds = 0  # how often it went back to the beginning of the last whole step
         self.stand_ins: list[tuple[Expected, Expected]] = []  # (met behind the last step, what it was of the step)
+        self._num_resized = 0  # all-to-alls of other sizes than recorded
+        self._first_resized = ""
 
     def next(self, call: Call, *, step: int) -> tuple[Expected, int]:
         """The expectation that `call` in `step` meets, and by how many payloads its own have moved on."""
@@ -30,6 +32,9 @@ class Cursor:
             raise self._mismatch(call, step)
         one = script.expected[self._position]
         self._position += 1
+        if call.splits_in is not None and _sizes(call) != (one.num_elements_in, one.num_elements_out):
+            self._num_resized += 1
+            self._first_resized = self._first_resized or _resized(one, call)
         return one, self.rounds * script.items_per_round
 
     def _mismatch(self, call: Call, step: int) -> TraceMismatchError:
@@ -40,9 +45,12 @@ class Cursor:
         behind = position - script.last_step_end
         is_repeating = step > script.last_step and behind >= 0 and script.last_step_begin < script.last_step_end
         if not self.rounds and not is_repeating:
-            return TraceMismatchError(
+            error = TraceMismatchError(
                 script.rank, unit_index=unit_index, expected=wanted, found=describe(call), file=self._file
             )
+            if one is not None and _is_routed(call) and self._meets(position, call, of_any_size=True):
+                error.hint = _OTHER_ROUTING
+            return error
         if behind >= 0:
             again = script.last_step_begin + behind
             if again < script.last_step_end:
@@ -78,11 +86,16 @@ class Cursor:
                 met = script.expected[script.last_step_end + ordinal]
                 self.stand_ins.append((met, script.expected[script.last_step_begin + ordinal]))
 
+    def resized(self) -> dict[str, object]:
+        """For the metadata: how many all-to-alls had other sizes than recorded, and the first of them."""
+        first = {"first_all_to_all_resized": self._first_resized} if self._num_resized else {}
+        return {"all_to_alls_resized": self._num_resized, **first}
+
     def shift_of(self, one: Expected) -> int:
         """By how many steps an operation lies beyond the recorded one that stands for it."""
         return self.rounds if one.step == self.script.last_step else 0
 
-    def _meets(self, position: int, call: Call) -> bool:
+    def _meets(self, position: int, call: Call, *, of_any_size: bool = False) -> bool:
         if position >= len(self.script.expected):
             return False
         one = self.script.expected[position]
@@ -94,11 +107,33 @@ class Cursor:
             return False
         if call.is_p2p and one.tag != (call.tag or 0):
             return False
-        if call.splits_in is not None:  # routed tokens may differ from step to step
-            return self.rounds > 0 or one.num_elements_in == call.num_elements_in
+        if call.splits_in is not None:  # routed tokens may differ from step to step, and from replica to replica
+            if of_any_size or self.rounds > 0 or (self.script.stood_for_by is not None and _is_routed(call)):
+                return True
+            return one.num_elements_in == call.num_elements_in
         if one.size_may_differ:
             return True
         return one.num_elements_in == call.num_elements_in and one.num_elements_out == call.num_elements_out
+
+
+_OTHER_ROUTING = (
+    "the sizes of an all-to-all with splits follow from data: this rank routed its tokens otherwise than in the "
+    "recording, by other data, another seed or other weights. Run what was recorded, or record it again: prism record"
+)
+
+
+def _is_routed(call: Call) -> bool:
+    """Whether the program said how many elements each member gets, so that members may send different numbers."""
+    return call.splits_in is not None and not call.equal_counts
+
+
+def _sizes(call: Call) -> tuple[int, int]:
+    return call.num_elements_in, call.num_elements_out
+
+
+def _resized(one: Expected, call: Call) -> str:
+    now, then = _sizes(call), (one.num_elements_in, one.num_elements_out)
+    return f"unit {one.unit_index} of step {one.step}: {now[0]} to {now[1]} elements, recorded {then[0]} to {then[1]}"
 
 
 def describe(call: Call) -> str:

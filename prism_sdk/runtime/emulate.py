@@ -16,11 +16,12 @@ from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
 from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
+from prism_sdk.runtime.cpus import CpuWaits
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
 from prism_sdk.runtime.intercept import Seam
-from prism_sdk.runtime.making_up import compensate, copy_view, give_own, is_without_values
+from prism_sdk.runtime.making_up import compensate, copy_view, fill_resized, give_own, is_without_values
 from prism_sdk.runtime.manifest import OWN, Expected, Script
 from prism_sdk.runtime.observe import TimedWork, settle_any_source, take_number, trace_group
 from prism_sdk.runtime.oncuda.filling import fill_alone
@@ -72,14 +73,13 @@ class EmulateSeam(Seam):
         self.late_ns: list[int] = []
         self.num_deviating = 0  # reductions in which this rank contributed something else than recorded
         self.num_without_values = 0
-        self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool) if self._holds_streams() else None
-        self._started = False
+        self.held: HeldOperations | None = None
+        if self.session.holds_streams and self.facts.hold_fds:
+            self.held = HeldOperations(spec, self.facts, self.engine, script, self.pool, self.session)
+        self._cpu_waits: CpuWaits | None = None  # from the first operation on
         self.groups: list[GroupState] = []
         self._receives = Receives()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
-
-    def _holds_streams(self) -> bool:
-        return self.session.holds_streams and bool(self.facts.hold_fds)
 
     def _open_session(self) -> ReplaySession:
         from prism_sdk.runtime.backends import open_backend
@@ -111,8 +111,8 @@ class EmulateSeam(Seam):
 
     def begin(self, call: Call) -> tuple[int, int, int, Expected, int]:
         """Write the unit of a call, and find what it meets: (posted, number, unit, expected, moved)."""
-        if not self._started:
-            self._started = True
+        if self._cpu_waits is None:
+            self._cpu_waits = CpuWaits()
             self.engine.start(self.tracer.first_ns)
             if self.held is not None:
                 self.held.start(self.engine.origin_ns)
@@ -197,7 +197,7 @@ class EmulateSeam(Seam):
             if work is None:
                 self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
                 return None
-            timed = TimedWork(work, self.tracer, unit, call, posted)
+            timed = TimedWork.of(work, self.tracer, unit, call, posted)
             timed.source = -1 if call.peer is None else call.peer
             return timed
 
@@ -301,6 +301,11 @@ class EmulateSeam(Seam):
 
         def read_into(member: int, offset: int, view: memoryview) -> None:
             source = by_source.get(one.giver(member), mine) if call.op is Op.RECV or member != me else mine
+            if call.op is Op.ALL_TO_ALL and member != me:
+                recorded = source[offset : offset + one.send_bytes[one.giver(member)][me]]
+                if len(recorded) != len(view):
+                    fill_resized(view, recorded)
+                    return
             piece = source[offset : offset + len(view)]
             if len(piece) < len(view) and one.size_may_differ:  # the rest is padding to the longest contribution
                 view, rest = view[: len(piece)], view[len(piece) :]
@@ -354,12 +359,14 @@ class EmulateSeam(Seam):
     def summary(self) -> dict[str, object]:
         counts = self.pool.counts
         late = sorted(self.late_ns)
+        waited = None if self._cpu_waits is None else self._cpu_waits.percent()
         return {
+            **({} if waited is None else {"cpu_wait_percent": f"{waited:.1f}"}),
             "prefetch_hits": counts.hits, "prefetch_misses": counts.misses, "prefetch_hit_bytes": counts.hit_bytes,
             "prefetch_miss_bytes": counts.miss_bytes, "release_late_median_ns": late[len(late) // 2] if late else 0,
             "release_late_max_ns": late[-1] if late else 0, "num_boundary_operations": len(late),
             "steps_beyond_recorded": max(self.tracer.step - self.cursor.script.last_step - 1, 0),
-            "operations_not_reached": self.cursor.num_left,
+            "operations_not_reached": self.cursor.num_left, **self.cursor.resized(),
             "reductions_compensated": self.num_deviating, "operations_without_values": self.num_without_values,
             **self.session.summary(), **(self.held.summary(self.num_deviating) if self.held is not None else {}),
         }  # fmt: skip

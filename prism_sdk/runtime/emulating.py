@@ -30,7 +30,7 @@ from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, 
 from prism_sdk.runtime.cpus import sandbox_cpus
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
-from prism_sdk.runtime.manifest import Script, is_by_roles, read_scripts
+from prism_sdk.runtime.manifest import Script, is_by_roles, is_grown, read_scripts
 from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
 from prism_sdk.runtime.progress import Progress, Report
@@ -175,6 +175,10 @@ class _AssistContext:
     def options(self) -> Mapping[str, str]:
         return self.facts.options
 
+    @property
+    def hold_fds(self) -> Sequence[int]:
+        return self.facts.hold_fds
+
 
 def _assist(backend: ReplayBackend | None, context: AssistContext) -> AbstractContextManager[Assistance]:
     return contextlib.nullcontext(Assistance()) if backend is None else backend.assist(context)
@@ -201,12 +205,26 @@ def _check_the_rest(result: LaunchResult, scripts: dict[int, Script], graph: Pat
             raise TraceMismatchError(
                 rank, unit_index=None, expected=counted(left, "operation"), found="none of them", file=str(graph)
             )
+        if isinstance(facts, dict):
+            _report_resized(script, facts, report)
         if left:
             report(
                 f"rank {rank} ended before the graph does: {left} of its "
                 f"{counted(len(script.expected), 'recorded operation')} were not reached "
                 "(fewer steps than recorded, or another program)"
             )
+
+
+def _report_resized(script: Script, facts: dict[str, Any], report: Report) -> None:
+    """What it means that an all-to-all had other sizes than recorded."""
+    num = facts.get("all_to_alls_resized", 0)
+    if not num or script.stood_for_by is None:
+        return
+    report(
+        f"rank {script.rank}: {counted(num, 'all-to-all')} had other sizes than those of rank {script.stood_for_by}, "
+        f"the first at {facts.get('first_all_to_all_resized')}: rows that the others gave were cut or repeated, and "
+        f"its losses mean nothing. For its own, record it too: prism record --roles auto --sample-ranks {script.rank}"
+    )
 
 
 def _prepare(
@@ -227,8 +245,14 @@ def _prepare(
             )
         scripts, by_roles = read_scripts(reader, sandbox), is_by_roles(reader)
         for rank, other in _stood_for(reader, sandbox) if by_roles else ():
+            scripts[rank] = replace(scripts[rank], stood_for_by=other)
             report(f"rank {rank} did not run when {graph_path.name} was recorded, rank {other} stood for it: what "
-                   "follows from data of its own (sizes of routing) is not in the graph")  # fmt: skip
+                   "the others give, and how long that takes, follows from the data of that rank")  # fmt: skip
+        if is_grown(reader) and times is None:
+            report(
+                f"{graph_path} was given another number of replicas by prism expand: times and sizes are those of "
+                "that job; what replicas give is as recorded with fewer or more of them, so losses mean nothing"
+            )
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
     for key in ("occupy", "device_pool_bytes"):

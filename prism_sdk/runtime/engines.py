@@ -1,13 +1,15 @@
-"""Spreads slices of a calibration over the machines of a Ray cluster, and keeps what is finished.
+"""Spreads tasks over the machines of a Ray cluster, and keeps what is finished.
 
-Responsible for tasks, retries and the folder that they share; what a slice is, and what follows from it, is not decided
-here.  Machines share the file system of the output, and have the same Python environment.
+Responsible for tasks, retries and processes on one machine; what follows from a slice or a variant is not decided here.
+Machines share the file system of the output, and have the same Python environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import pickle
 import shutil
@@ -19,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
-from prism_sdk.errors import RunError, UsageError
+from prism_sdk.errors import OutputError, PrismError, RunError, UsageError
 from prism_sdk.runtime.config import LaunchConfig
 from prismtrace import PrismTraceError, TraceReader
 
@@ -40,6 +42,10 @@ class SliceTask:
     ranks: tuple[int, ...]
     times: Path
     output: Path
+
+    @property
+    def label(self) -> str:
+        return f"the slice of ranks {','.join(map(str, self.ranks))}"
 
     @property
     def is_finished(self) -> bool:
@@ -62,6 +68,35 @@ class SliceTask:
         mine.replace(self.output)
 
 
+class Task(Protocol):
+    """Work that one machine does alone, and that leaves one file."""
+
+    @property
+    def label(self) -> str:
+        """What it is, for messages: "the slice of ranks 0,1"."""
+
+    @property
+    def output(self) -> Path:
+        """The file; a folder of all machines holds it."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the file is there, and whole."""
+
+    def run(self) -> None:
+        """Do it, on this machine."""
+
+
+@dataclass(frozen=True)
+class ClusterMachine:
+    """One machine of a cluster."""
+
+    name: str
+    address: str
+    num_cpus: int
+    node_id: str
+
+
 class RayEngine:
     """A connection to a Ray cluster. A context manager.
 
@@ -76,16 +111,23 @@ class RayEngine:
                              hint="pip install 'prismtrace[ray]'") from None  # fmt: skip
         self._ray: Any = ray
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="error", include_dashboard=False)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UsageError(f"the Ray cluster at {address or 'this machine'} cannot be used: {error}",
                              hint="`ray status` says what is there") from error  # fmt: skip
-        alive = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        if not alive:
+        _keep_quiet()
+        self.machines = tuple(
+            ClusterMachine(
+                f"{node['NodeManagerHostname']}-{node['NodeID'][:6]}", node["NodeManagerAddress"],
+                int(node["Resources"]["CPU"]), node["NodeID"],
+            )
+            for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1
+        )  # fmt: skip
+        if not self.machines:
             ray.shutdown()
             raise UsageError(f"the Ray cluster at {address} has no machine with a CPU")
-        self.num_nodes = len(alive)
-        self.num_cpus = int(min(node["Resources"]["CPU"] for node in alive))
+        self.num_nodes = len(self.machines)
+        self.num_cpus = min(machine.num_cpus for machine in self.machines)
         self._needed = min(num_slots or self.num_cpus, self.num_cpus)
 
     def __enter__(self) -> Self:
@@ -96,64 +138,110 @@ class RayEngine:
     ) -> None:
         self._ray.shutdown()
 
-    def run(self, tasks: Sequence[SliceTask], progress: Callable[[int], None]) -> int:
+    def run(self, tasks: Sequence[Task], progress: Callable[[int], None]) -> int:
         """Run the tasks that are not finished; how many these were. A machine that goes away costs a retry.
 
-        Raises RunError with what the slice said where one fails by itself.
+        Raises RunError with what the task said where one fails by itself.
         """
-        ray = self._ray
-
-        def run_there(argv: list[str], folder: str, environ: dict[str, str]) -> tuple[int, str]:
-            done = subprocess.run(argv, cwd=folder, env=environ, capture_output=True, text=True, errors="replace")
-            return done.returncode, done.stderr
-
-        remote = ray.remote(num_cpus=self._needed, max_retries=_MAX_RETRIES)(run_there)
+        remote = self._ray.remote(num_cpus=self._needed, max_retries=_MAX_RETRIES)(_run_there)
         left = [task for task in tasks if not task.is_finished]
-        pending: dict[Any, SliceTask] = {}
+        pending: dict[Any, Task] = {}
         for task in left:
             path = task.output.with_suffix(".task")
             path.write_bytes(pickle.dumps(task))
             argv = [sys.executable, "-m", "prism_sdk.runtime.engines", str(path)]
-            pending[remote.remote(argv, os.getcwd(), _environ())] = task
+            pending[remote.remote(argv, os.getcwd(), _environ(), "")] = task
         try:
             while pending:
                 progress(len(tasks) - len(pending))
-                ready, _ = ray.wait(list(pending), timeout=_LOOK_S)
+                ready, _ = self._ray.wait(list(pending), timeout=_LOOK_S)
                 for reference in ready:
                     self._check(pending.pop(reference), reference)
         finally:
             for reference in pending:
-                ray.cancel(reference, force=True)
+                self.cancel(reference)
         return len(left)
 
-    def _check(self, task: SliceTask, reference: Any) -> None:
-        ranks = ",".join(map(str, task.ranks))
+    def _check(self, task: Task, reference: Any) -> None:
         try:
             code, said = self._ray.get(reference)
         except self._ray.exceptions.RayError as error:
-            raise RunError(f"the slice of ranks {ranks} was lost {_MAX_RETRIES + 1} times: {error}",
-                           hint="give the command again: finished slices are kept") from error  # fmt: skip
+            raise RunError(f"{task.label} was lost {_MAX_RETRIES + 1} times: {error}",
+                           hint="give the command again: what is finished is kept") from error  # fmt: skip
         if code or not task.is_finished:
-            raise RunError(f"the slice of ranks {ranks} failed (exit status {code}):\n{said[-_MOST_STDERR:]}",
-                           hint="give the command again: finished slices are kept")  # fmt: skip
+            raise RunError(f"{task.label} failed (exit status {code}):\n{said[-_MOST_STDERR:]}",
+                           hint="give the command again: what is finished is kept")  # fmt: skip
+
+    def start_on(self, name: str, argv: Sequence[str], *, text: str, num_cpus: int) -> Any:
+        """Start a process on one machine, with `text` on its stdin; it is not tried again. Returns what it is known by.
+
+        It may have to wait until `num_cpus` CPUs of that machine are free.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        machine = next(machine for machine in self.machines if machine.name == name)
+        there = NodeAffinitySchedulingStrategy(node_id=machine.node_id, soft=False)
+        remote = self._ray.remote(num_cpus=num_cpus, max_retries=0, scheduling_strategy=there)(_run_there)
+        return remote.remote(list(argv), os.getcwd(), _environ(), text)
+
+    def why_ended(self, reference: Any) -> str | None:
+        """What such a process said at its end; None while it runs or waits."""
+        if not self._ray.wait([reference], timeout=0)[0]:
+            return None
+        try:
+            code, said = self._ray.get(reference)
+        except self._ray.exceptions.RayError as error:
+            return f"the machine has gone ({type(error).__name__})"
+        return str(said[-_MOST_STDERR:]).strip() or f"its process ended with status {code}"
+
+    def cancel(self, reference: Any) -> None:
+        """End a task or process if it has not ended yet."""
+        self._ray.cancel(reference, force=True)
 
 
-def kept_folder(config: LaunchConfig) -> Path:
-    """The folder of a calibration's finished slices, beside its output; emptied where it is of another calibration."""
+def _keep_quiet() -> None:
+    """Ray prints on stdout that a machine has gone, in the middle of what the job prints; Prism says so by itself."""
+    with contextlib.suppress(ImportError, AttributeError):  # there is no public way
+        from ray._private import worker
+
+        global_worker: Any = worker.global_worker
+        global_worker.threads_stopped.set()
+        global_worker.gcs_error_subscriber.close()
+
+
+def _run_there(argv: list[str], folder: str, environ: dict[str, str], text: str) -> tuple[int, str]:
+    done = subprocess.run(
+        argv, cwd=folder, env=environ, input=text, capture_output=True, text=True, errors="replace", check=False
+    )
+    return done.returncode, done.stderr
+
+
+def kept_folder(folder: Path, facts: Sequence[object], *, label: str) -> Path:
+    """The folder of what is finished; made, and emptied where it belongs to work of which other `facts` are true.
+
+    Raises OutputError where it cannot be written.
+    """
+    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+    try:
+        if not (folder / label).is_file() or (folder / label).read_text() != digest:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            (folder / label).write_text(digest)
+    except OSError as error:
+        raise OutputError(str(folder), reason=error.strerror or type(error).__name__) from error
+    return folder
+
+
+def kept_slices(config: LaunchConfig) -> Path:
+    """Where finished slices of a calibration are, beside its output."""
     assert config.graph is not None
-    folder = config.output.absolute().with_name(f"{config.output.name}.slices")
     state = config.graph.stat()
     facts = (
         config.target, config.is_module, config.arguments, str(config.graph.absolute()), state.st_size,
         state.st_mtime_ns, config.num_slots, config.backend, config.device, sorted(config.options.items()),
     )  # fmt: skip
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    label = folder / "calibration"
-    if not label.is_file() or label.read_text() != digest:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        label.write_text(digest)
-    return folder
+    folder = config.output.absolute().with_name(f"{config.output.name}.slices")
+    return kept_folder(folder, facts, label="calibration")
 
 
 def _environ() -> dict[str, str]:
@@ -165,11 +253,14 @@ def _environ() -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the slice that a file describes. It ends with the task that started it."""
+    """Run the task that a file describes. It ends with the task that started it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    task = pickle.loads(Path(argv[0]).read_bytes())
-    assert isinstance(task, SliceTask)
-    task.run()
+    task: Task = pickle.loads(Path(argv[0]).read_bytes())
+    try:
+        task.run()
+    except PrismError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
     return 0
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
+from prism_sdk.runtime.oncuda.driver import libcuda
 from prismtrace import TraceReader
 
 
 def num_gpus() -> int:
     """The CUDA devices that CUDA_VISIBLE_DEVICES leaves; 0 where there is no driver. Opens no context."""
     with suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = libcuda()
         count = ctypes.c_int(0)
         if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
             return int(count.value)

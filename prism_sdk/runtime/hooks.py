@@ -1,6 +1,6 @@
 """Tells a tracer when a backward pass or an optimizer step begins and ends.
 
-Responsible for the two places in torch that every framework passes; adapters give finer names.
+Responsible for the places in torch that every framework passes; adapters give finer names.
 """
 
 from __future__ import annotations
@@ -48,6 +48,18 @@ def follow_training(
     autograd: Any = torch.autograd
     autograd._engine_run_backward = make_wrapper(autograd._engine_run_backward)
 
+    run_backward = torch._C._ImperativeEngine.run_backward
+    asked = make_wrapper(lambda _, engine, *args, **kwargs: run_backward(engine, *args, **kwargs))
+
+    class Engine(torch._C._ImperativeEngine):
+        """For those who ask the engine itself, as Megatron does once it has freed the outputs of a stage."""
+
+        def run_backward(self, tensors: Any, grad_tensors: Any = (), *args: Any, **kwargs: Any) -> Any:
+            whole = [one for one, gradient in zip(tensors, grad_tensors, strict=False) if _fits(one, gradient)]
+            return asked(whole, self, tensors, grad_tensors, *args, **kwargs)
+
+    autograd.Variable._execution_engine = Engine()
+
     def before(*_: Any) -> None:
         if is_active():
             tracer.optimizer_begins()
@@ -60,6 +72,13 @@ def follow_training(
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _fits(root: Any, gradient: Any) -> bool:
+    """Whether a root still has its value: of one that was freed a single element is left, and nothing stands in it."""
+    if gradient is None or not isinstance(root, torch.Tensor):  # an edge of the graph has no value anyway
+        return True
+    return bool(gradient.numel() == root.numel())
 
 
 def _is_inference_of_shapes() -> bool:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -23,23 +21,17 @@ from typing import Any
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
+from prism_sdk.runtime.cpus import cpu_ticks, set_affinity
 from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.gauges import count_oom_kills
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.oncuda.residence import MoveOptions
+from prism_sdk.runtime.processes import GRACE_S, allow_descriptors, forkserver_ended, kill_group, start_forkserver
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
 
-GRACE_S = 5.0  # between SIGTERM and SIGKILL, as long as no rank ends; each rank that ends renews it
 _TICK_S = 0.1
 _GREETING_S = 30.0  # connecting and greeting follow each other at once, but the machine may be busy
-_FORKSERVER = """
-import sys
-if sys.path[0] == "":
-    sys.path.pop(0)
-from prism_sdk.runtime.forkserver import main
-sys.exit(main(sys.argv[1:]))
-"""
 
 
 @dataclass
@@ -64,6 +56,7 @@ class Policy(ABC):
     host: RankHost
     make_spec: Callable[[int], RankSpec]  # for a rank that is added while others run
     moves = MoveOptions()  # whether device memory of ranks may be moved
+    make_host: Callable[..., RankHost]  # what runs the processes; by default on this machine
 
     @abstractmethod
     def start(self) -> None:
@@ -100,7 +93,7 @@ class RankHost:
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
-        interrupts: Interrupts | None = None, library: Path | None = None,
+        interrupts: Interrupts | None = None, library: Path | None = None, adapters: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
@@ -113,8 +106,9 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        self._forkserver, self._control = _start_forkserver(environment, descriptors, library, _adapters_of(specs))
-        _allow_descriptors(len(specs))
+        prepared = adapters_of(specs) if adapters is None else adapters
+        self._forkserver, self._control = start_forkserver(environment, descriptors, library, prepared)
+        allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------
 
@@ -135,6 +129,14 @@ class RankHost:
         if not process.outbound.send(message):
             self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
 
+    def cpu_ticks(self, rank: int) -> int:
+        """User and system time of a rank's process in clock ticks; -1 when it is gone."""
+        return cpu_ticks(self.ranks[rank].pid)
+
+    def set_affinity(self, rank: int, cpus: tuple[int, ...] | None) -> None:
+        """Bind a rank to `cpus`; None: to all that this process may use."""
+        set_affinity(self.ranks[rank].pid, tuple(os.sched_getaffinity(0)) if cpus is None else cpus)
+
     def watch(self, sock: socket.socket, call: Callable[[], None]) -> None:
         """Call `call` when there is something to read."""
         self._selector.register(sock, selectors.EVENT_READ, call)
@@ -152,8 +154,7 @@ class RankHost:
 
     def run(self) -> None:
         """Run until every rank has ended. Raises the first failure after all processes are gone."""
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._control, selectors.EVENT_READ, self._from_forkserver)
+        self._open()
         with self.interrupts if not self.interrupts.active else contextlib.nullcontext():
             try:
                 while self._failure is None and self.interrupts.number is None and not self._all_ended():
@@ -165,6 +166,10 @@ class RankHost:
             raise Interrupted(self.interrupts.number)
         if self._failure is not None:
             raise self._failure
+
+    def _open(self) -> None:
+        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._control, selectors.EVENT_READ, self._from_forkserver)
 
     def _all_ended(self) -> bool:
         return self._num_exited == len(self.ranks)
@@ -236,7 +241,7 @@ class RankHost:
         except wire.ChannelClosed:
             self._selector.unregister(self._control)
             if not self._all_ended():
-                self.fail(_forkserver_ended(self._forkserver))
+                self.fail(forkserver_ended(self._forkserver))
             return
         for kind, *details in messages:
             if kind == "ready":
@@ -290,7 +295,7 @@ class RankHost:
             with contextlib.suppress(wire.ChannelClosed):
                 self._control.send(("known", descendants_of(self._forkserver.pid)))
         for process in alive:
-            _kill(process.pid, signal.SIGTERM)
+            kill_group(process.pid, signal.SIGTERM)
         presses, num_exited = self.interrupts.count, self._num_exited
         deadline = time.monotonic() + GRACE_S
         while not self._all_gone(alive) and time.monotonic() < deadline and self.interrupts.count == presses:
@@ -335,55 +340,9 @@ class RankHost:
                 process.channel = process.outbound = None
 
 
-def _kill(pid: int, number: int) -> None:
-    """Signal a rank's process group: data loader workers go with it."""
-    for call in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            call(pid, number)
-            return  # the group has the rank in it, unless the rank was not far enough yet to have one
-
-
-def _allow_descriptors(num_ranks: int) -> None:
-    """One socket a rank; the fork server and the ranks keep the limit that the user set."""
-    needed = num_ranks + 128
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed:
-        limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-
-def _start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
-) -> tuple[subprocess.Popen[bytes], wire.Channel]:
-    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers.
-
-    It loads `library` first; `adapters` are those that each rank will activate.
-    """
-    ours, theirs = socket.socketpair()
-    # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), str(library or ""), *adapters],
-        pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
-    )  # fmt: skip
-    theirs.close()
-    return process, wire.Channel(ours)
-
-
-def _adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:
+def adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:
     """What can be prepared for all ranks; plugins that the user named are loaded in the ranks only."""
-    first = specs[0]
-    return () if first.plugins else first.adapters or ()
-
-
-def _forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:
-    """Its socket closes a little before its end can be seen."""
-    how = "but still runs"
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(GRACE_S)
-        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    hint = "memory may have run out: run fewer ranks at once" if process.returncode == -signal.SIGKILL else None
-    return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
+    return () if not specs or specs[0].plugins else specs[0].adapters or ()
 
 
 def _rank_failed(process: RankProcess) -> PrismError:
@@ -395,3 +354,6 @@ def _rank_killed(process: RankProcess, num_ooms: int) -> PrismError:
     if process.signal_number == signal.SIGKILL and num_ooms > 0:
         error.hint = "memory ran out: the kernel counts a process that it ended for that. Run fewer ranks at once"
     return error
+
+
+Policy.make_host = RankHost

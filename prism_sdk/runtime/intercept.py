@@ -22,12 +22,14 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.distributed import distributed_c10d
 
 from prism_sdk.errors import UnsupportedError
-from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime import direct
+from prism_sdk.runtime.calls import GroupState
+from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.groupids import stable_group_id
 from prism_sdk.runtime.natives import NATIVES, device_of
 from prism_sdk.runtime.operators import OPERATORS
 from prism_sdk.runtime.reductions import follow_reductions
-from prism_sdk.runtime.work import PrismWork
+from prism_sdk.runtime.work import done_work
 
 _CPU = torch.device("cpu")
 _NOT_DESCRIBED = "undefined"  # what torch calls a group that the program does not describe
@@ -40,8 +42,20 @@ class Seam(ABC):
     #: a mode that replaces the backend gets process groups over torch's fake backend; others keep the script's own
     replaces_backend: bool = False
 
+    def parse(self, name: str, group: GroupState, native: Callable[[], Any], args: tuple[Any, ...]) -> Any:
+        """What `issue` gets for the operator `name` with these arguments; `native()` runs it on torch's own backend."""
+        return OPERATORS[name](group, native, args)
+
+    def takes_directly(self, device: torch.device) -> bool:
+        """Whether calls with tensors on `device` may come to `issue` without passing torch's dispatcher."""
+        if not self.replaces_backend:
+            return True
+        if device.type == "cpu":
+            return not _checks_devices
+        return not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+
     @abstractmethod
-    def issue(self, call: Call) -> Work:
+    def issue(self, call: Any) -> Work:
         """Start `call` and return its work handle."""
 
     def install(self) -> None:  # noqa: B027 - optional
@@ -69,6 +83,7 @@ class Interceptor:
         self.seam = seam
         self.pid = os.getpid()
         self.groups: dict[str, GroupState] = {}
+        self.plain_groups: dict[ProcessGroup, GroupState] = {}  # whose methods are torch's own
         self._generations: dict[tuple[str, tuple[int, ...]], int] = {}
 
     @property
@@ -109,6 +124,9 @@ class Interceptor:
             generation=generation,
         )  # fmt: skip
         self.groups[name] = state
+        self.plain_groups = {one: known for one, known in self.plain_groups.items() if known.name != name}
+        if type(group) is ProcessGroup:
+            self.plain_groups[group] = state
         self.seam.group_created(state)
         return state
 
@@ -171,11 +189,21 @@ def replace_kernels() -> None:
     if _library is not None:
         return
     follow_reductions()
+    direct.replace_methods(lambda: _current)
     _library = torch.library.Library("c10d", "IMPL")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel" is what we are here for
         for name in OPERATORS:
             _replace(_library, name)
+
+
+def restore_kernels() -> None:
+    """Give torch its own kernels and methods back."""
+    global _library
+    direct.restore_methods()
+    if _library is not None:
+        _library._destroy()
+        _library = None
 
 
 def _replace(library: torch.library.Library, name: str) -> None:
@@ -196,7 +224,7 @@ def _replace(library: torch.library.Library, name: str) -> None:
 def _make_kernel(
     name: str, group_index: int, num_returns: int, *, is_sparse: bool, is_on_cpu: bool = False
 ) -> Callable[..., Any]:
-    parse, run_native = OPERATORS[name], NATIVES[name]
+    run_native = NATIVES[name]
 
     def kernel(*args: Any) -> Any:
         process_group = ProcessGroup.unbox(args[group_index])
@@ -215,7 +243,7 @@ def _make_kernel(
             if replaced and not is_on_cpu:
                 _refuse_capture(name)
             try:
-                call = parse(interceptor.group_of(process_group), native, args)
+                call = interceptor.seam.parse(name, interceptor.group_of(process_group), native, args)
             except (RuntimeError, IndexError):  # wrong arguments: a real backend says so in its own words
                 if replaced:
                     raise
@@ -223,11 +251,11 @@ def _make_kernel(
         if num_returns == 0:
             return None
         if work is None:  # NCCL waits for operations that are not asynchronous itself, and gives no handle for them
-            work = PrismWork(lambda timeout: None, lambda: True, ())
+            work = done_work()
         boxed = work.boxed()
         return boxed if num_returns == 1 else (args[0], boxed)
 
-    return kernel
+    return uncompiled(kernel)
 
 
 def _refuse_capture(name: str) -> None:

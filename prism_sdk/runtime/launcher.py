@@ -26,7 +26,7 @@ from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
 from prism_sdk.runtime.fidelity import report_lowered
-from prism_sdk.runtime.host import Policy, RankHost
+from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.oncuda.paging.setup import plan_paging
@@ -59,11 +59,13 @@ def _launch(config: LaunchConfig, progress: Progress) -> LaunchResult:
         from prism_sdk.runtime.emulating import emulate
 
         return emulate(config, progress)
-    if config.roles is not None:
-        from prism_sdk.runtime.roles.recording import record_by_roles
-
-        return record_by_roles(config, progress)
-    return run_job(config, _policy(config), progress)
+    if config.engine is not None:
+        from prism_sdk.runtime.spread.onray import record_on_cluster as record
+    elif config.roles is not None:
+        from prism_sdk.runtime.roles.recording import record_by_roles as record
+    else:
+        return run_job(config, _policy(config), progress)
+    return record(config, progress)
 
 
 def _policy(config: LaunchConfig) -> Policy:
@@ -162,7 +164,7 @@ def run_job(
         if config.nccl_profiler:
             environment |= profiler_environment(prepare_records(config.output))
         error: PrismError | None = None
-        host = RankHost(
+        host = policy.make_host(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
             descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
             library=paging.library,

@@ -18,6 +18,19 @@ def copy_view(target: memoryview, source: memoryview) -> None:
     target[:] = source
 
 
+def fill_resized(target: memoryview, recorded: memoryview) -> None:
+    """Fill `target` with rows that were recorded in another number: cut, or repeated from their beginning.
+
+    Without any there are only zeros. What others gave for rows that they never saw is not known: these have the right
+    kind of values, so that a program goes on as it would, and no meaning.
+    """
+    if not len(recorded):
+        target[:] = bytes(len(target))
+    for at in range(0, len(target) if len(recorded) else 0, max(len(recorded), 1)):
+        part = target[at : at + len(recorded)]
+        part[:] = recorded[: len(part)]
+
+
 def is_without_values(call: Call, one: Expected) -> bool:
     """Whether virtual members give something that was not recorded."""
     if one.sources or (call.op is Op.SCATTER and call.group.group_rank == call.root):

@@ -70,6 +70,7 @@ class Script:
     last_step: int
     sequence: PayloadSequence
     has_values: bool
+    stood_for_by: int | None = None  # the rank whose rows these are, where the recording had no process for it
 
     @property
     def items_per_round(self) -> int:
@@ -147,6 +148,19 @@ def is_by_roles(reader: TraceReader) -> bool:
     return "roles.representatives" in reader.metadata
 
 
+def is_grown(reader: TraceReader) -> bool:
+    """Whether `prism expand` gave the job another number of replicas than ran."""
+    return "expand.source" in reader.metadata
+
+
+def _fits(one: Expected, known: Sequence[Item]) -> bool:
+    """Whether recorded shards have the size that they have among another number of replicas."""
+    size = one.dtype.itemsize_bytes
+    if one.op is Op.REDUCE_SCATTER:
+        return not known or known[0].num_bytes == one.num_elements_out * size
+    return one.op is not Op.ALL_GATHER or all(item.num_bytes == one.num_elements_in * size for item in known)
+
+
 def _contributors(
     reader: TraceReader, sandbox: Sequence[int], alike: AlikeMembers
 ) -> tuple[set[int], list[int]]:  # fmt: skip
@@ -200,8 +214,8 @@ def _script(
             sources, digests, sizes = _sources(one, table, row, rank, values, alike)
             complete &= None not in digests
             known = [Item(d, reader.payload_bytes(d)) for d in digests if d is not None]
-            if len(known) < len(digests):
-                sources, known = (), []
+            if len(known) < len(digests) or (is_grown(reader) and not _fits(one, known)):
+                complete, sources, known = False, (), []
             one = replace(one, sources=sources, send_bytes=sizes, first_item=len(items))
             items += known
         line = (one.group_id, one.op, one.peer) if one.op in (Op.SEND, Op.RECV) else (one.group_id,)

@@ -24,6 +24,8 @@ _REDUCE_OPS = (
     dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR,
 )  # fmt: skip
 
+_CPU = torch.device("cpu")
+
 Native = Callable[[Any, tuple[Any, ...]], Any]
 
 
@@ -153,4 +155,4 @@ def device_of(args: tuple[Any, ...]) -> torch.device:
         if not first:
             return torch.device("cpu") if not isinstance(args[1], (list, torch.Tensor)) else device_of((args[1], None))
         first = first[0]
-    return torch.device(first.device.type)
+    return _CPU if first.is_cpu else torch.device(first.device.type)

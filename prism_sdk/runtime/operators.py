@@ -17,19 +17,19 @@ from prism_sdk.runtime.reductions import code_of
 from prismtrace.model import DType, Op, ReduceOp
 
 # c10d::ReduceOp::RedOpType
-_REDUCE_OPS = {
+REDUCE_OPS = {
     0: ReduceOp.SUM, 1: ReduceOp.AVG, 2: ReduceOp.PRODUCT, 3: ReduceOp.MIN, 4: ReduceOp.MAX,
     5: ReduceOp.BAND, 6: ReduceOp.BOR, 7: ReduceOp.BXOR, 8: ReduceOp.PREMUL_SUM,
 }  # fmt: skip
 
-_DTYPES = {getattr(torch, member.name.lower()): member for member in DType if hasattr(torch, member.name.lower())}
+DTYPES = {getattr(torch, member.name.lower()): member for member in DType if hasattr(torch, member.name.lower())}
 
 Native = Callable[[], Any]
 Parser = Callable[[GroupState, Native, tuple[Any, ...]], Call]
 
 
 def dtype_of(tensors: Sequence[torch.Tensor]) -> DType:
-    return _DTYPES.get(tensors[0].dtype, DType.UNSPECIFIED) if tensors else DType.UNSPECIFIED
+    return DTYPES.get(tensors[0].dtype, DType.UNSPECIFIED) if tensors else DType.UNSPECIFIED
 
 
 def _argument(args: tuple[Any, ...], index: int, default: Any) -> Any:
@@ -50,7 +50,7 @@ def _all_reduce(group: GroupState, native: Native, args: tuple[Any, ...], async_
     tensors = args[0]
     return Call(
         Op.ALL_REDUCE, group, native, contribution=list(tensors), outputs=list(tensors),
-        deliveries=_slices(tensors, COMBINED), reduce_op=_REDUCE_OPS[code_of(args[2])],
+        deliveries=_slices(tensors, COMBINED), reduce_op=REDUCE_OPS[code_of(args[2])],
         is_async=_argument(args, async_index, True), dtype=dtype_of(tensors),
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def _reduce(group: GroupState, native: Native, args: tuple[Any, ...]) -> Call:
     mine = group.group_rank == root
     return Call(
         Op.REDUCE, group, native, contribution=list(tensors), outputs=list(tensors) if mine else [],
-        deliveries=_slices(tensors, COMBINED) if mine else [], reduce_op=_REDUCE_OPS[code_of(args[2])], root=root,
+        deliveries=_slices(tensors, COMBINED) if mine else [], reduce_op=REDUCE_OPS[code_of(args[2])], root=root,
         is_async=_argument(args, 5, True), dtype=dtype_of(tensors),
     )  # fmt: skip
 
@@ -181,7 +181,7 @@ def _reduce_scatter_tensors(group: GroupState, native: Native, args: tuple[Any, 
         offset += tensor.nbytes
     return Call(
         Op.REDUCE_SCATTER, group, native, contribution=list(inputs), outputs=list(outputs), deliveries=deliveries,
-        reduce_op=_REDUCE_OPS[code_of(args[3])], is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
+        reduce_op=REDUCE_OPS[code_of(args[3])], is_async=_argument(args, 4, True), dtype=dtype_of(inputs),
         sizes_differ=_misfit((t.numel(), o.numel() * len(group.ranks)) for o, t in zip(outputs, inputs, strict=True)),
         misfit=lambda: refusals.scattered_misfit(zip(outputs, inputs, strict=True), len(group.ranks)),
     )  # fmt: skip
@@ -192,7 +192,7 @@ def _reduce_scatter_list(group: GroupState, native: Native, args: tuple[Any, ...
     offset = sum(t.nbytes for t in inputs[: group.group_rank])
     return Call(
         Op.REDUCE_SCATTER, group, native, contribution=inputs, outputs=[output],
-        deliveries=[Delivery(output, COMBINED, offset)], reduce_op=_REDUCE_OPS[code_of(args[3])],
+        deliveries=[Delivery(output, COMBINED, offset)], reduce_op=REDUCE_OPS[code_of(args[3])],
         is_async=_argument(args, 4, True), dtype=dtype_of(inputs), sizes_differ=_list_misfit(inputs, group),
         misfit=lambda: refusals.unequal(inputs[group.group_rank : group.group_rank + 1], output),
         through_one_tensor=inputs,

@@ -7,54 +7,28 @@ a call last as long as the full one, is its caller's; a `ReducedGroup` is how a 
 A reduced communicator has the k sandbox members of a group at positions 0 to k - 1, and the assistant at k. In a
 reduction the assistant contributes what all virtual members do together, so results are right whatever the sandbox
 ranks contribute. Of a gather only the sandbox members' parts travel in front of what merely weighs: the virtual ones'
-are those of the recording, which a sandbox rank has at hand.
+are those of the recording, which a sandbox rank has at hand. Where nobody needs the values both ends give nothing, and
+the call only weighs: it is as long and loads the links as much.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Any
 
 import torch
 
-from prism_sdk.pruning import Pending, reduced_size, scaled_count
-from prism_sdk.runtime.announce import Announcement, chunk_bounds
+from prism_sdk.pruning import Pending, reduced_size, ring_sends, scaled_count
+from prism_sdk.runtime.announce import REDUCTIONS, Announcement, chunk_bounds
+from prism_sdk.runtime.reducedgroups import Part, ReducedGroup
 from prismtrace import Op, ReduceOp
 
 Room = Callable[[int, torch.dtype], torch.Tensor]
 """Makes a flat tensor that a call may use until it has ended: (elements, type)."""
 
-Part = tuple[int, torch.Tensor]
-"""A position in the communicator, and what it gets or gives."""
-
 WHOLE = -1
 """Key of the combined result among the parts of a call."""
-
-
-class ReducedGroup(ABC):
-    """The collectives of a library among the ranks of a reduced communicator. Calls start in order and do not block."""
-
-    @abstractmethod
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> Pending: ...
-
-    @abstractmethod
-    def reduce(self, buffer: torch.Tensor, root: int, op: ReduceOp) -> Pending: ...
-
-    @abstractmethod
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Pending: ...
-
-    @abstractmethod
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Pending: ...
-
-    @abstractmethod
-    def reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor, op: ReduceOp) -> Pending: ...
-
-    @abstractmethod
-    def exchange(self, sends: Sequence[Part], receives: Sequence[Part]) -> Pending:
-        """Messages, all at once; those between two positions keep their order."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +68,8 @@ def join_as_member(one: Announcement, group: ReducedGroup, shape: Shape, own: to
         one: what the rank announces of its call.
         group: the reduced communicator.
         shape: the whole group.
-        own: what it contributes, flat: elements of a reduction (of a reduce-scatter by shards), else bytes.
+        own: what it contributes, flat: elements of a reduction (of a reduce-scatter by shards), else bytes. With
+            nothing the call only weighs, and its parts mean nothing.
         room: makes scratch memory.
 
     Returns:
@@ -105,39 +80,40 @@ def join_as_member(one: Announcement, group: ReducedGroup, shape: Shape, own: to
     Raises:
         ValueError: an operation that has no reduced form.
     """
-    me = shape.position(one.member)
     if one.op in (Op.ALL_REDUCE, Op.BARRIER):
-        count = 1 if one.op is Op.BARRIER else one.count
-        buffer = room(shape.scaled(Op.ALL_REDUCE, count), one.dtype)
+        buffer = room(shape.scaled(Op.ALL_REDUCE, max(one.count, 1)), one.dtype)
         buffer[: own.numel()] = own
-        return Running(group.all_reduce(buffer, _sum_of(one)), {WHOLE: buffer[:count]})
+        return Running(group.all_reduce(buffer, _sum_of(one)), {WHOLE: buffer[: one.count]})
     if one.op is Op.REDUCE:
         assert one.root is not None
-        buffer = _filled(room, own)
+        buffer = _filled(room, own, count=one.count, dtype=one.dtype)
         work = group.reduce(buffer, shape.position(one.root), _sum_of(one))
         return Running(work, {WHOLE: buffer} if one.member == one.root else {})
     if one.op is Op.REDUCE_SCATTER:
         bounds = chunk_bounds(one.count, shape.size)
-        shards = [own[bounds[member] : bounds[member + 1]] for member in shape.members]
+        shards = [own[bounds[member] : bounds[member + 1]] for member in shape.members] if own.numel() else []
         output, work = _reduce_scatter(one, group, shape, shards, room)
         return Running(work, {WHOLE: output[: bounds[one.member + 1] - bounds[one.member]]})
     if one.op is Op.ALL_GATHER:
         output, work = _all_gather(one, group, shape, own, room)
-        rows = output.view(shape.num_ranks, -1)
+        rows = output.view(shape.num_ranks, output.numel() // shape.num_ranks)
         return Running(work, {m: rows[at][: one.sizes[m]] for at, m in enumerate(shape.members)})
     if one.op is Op.BROADCAST:
         assert one.root is not None
-        buffer = _filled(room, own) if one.member == one.root else room(one.count, torch.uint8)
+        is_root = one.member == one.root
+        buffer = _filled(room, own, count=one.count) if is_root else room(one.count, torch.uint8)
         return Running(group.broadcast(buffer, shape.position(one.root)), {one.root: buffer})
     sent, taken = _messages(one, shape.size)
+    if not own.numel():
+        own = room(sum(sent), torch.uint8)
     offsets = _offsets(sent)
     blocks = {m: own[offsets[m] : offsets[m] + sent[m]] for m in range(shape.size) if sent[m]}
-    return _exchange(group, shape, me, blocks=blocks, sizes=taken, own=one.member, room=room)
+    return _exchange(group, shape, blocks=blocks, sizes=taken, own=one.member, room=room)
 
 
 def join_as_virtual(
     announced: Mapping[int, Announcement], group: ReducedGroup, shape: Shape, parts: Mapping[int, torch.Tensor],
-    room: Room,
+    room: Room, *, splits: Mapping[int, Sequence[int]] | None = None,
 ) -> Pending:  # fmt: skip
     """Start the reduced call at the assistant.
 
@@ -157,16 +133,20 @@ def join_as_virtual(
         return group.all_reduce(buffer, _sum_of(one))
     if one.op is Op.REDUCE:
         assert one.root is not None
-        return group.reduce(_filled(room, parts[WHOLE]), shape.position(one.root), _sum_of(one))
+        whole = parts[WHOLE] if WHOLE in parts else room(0, one.dtype)
+        buffer = _filled(room, whole, count=one.count, dtype=one.dtype)
+        return group.reduce(buffer, shape.position(one.root), _sum_of(one))
     if one.op is Op.REDUCE_SCATTER:
         bounds = chunk_bounds(one.count, shape.size)
-        shards = [parts[WHOLE][bounds[member] : bounds[member + 1]] for member in shape.members]
+        known = [parts[WHOLE]] if WHOLE in parts else []
+        shards = [whole[bounds[member] : bounds[member + 1]] for whole in known for member in shape.members]
         return _reduce_scatter(one, group, shape, shards, room)[1]
     if one.op is Op.ALL_GATHER:
         return _all_gather(one, group, shape, room(0, torch.uint8), room)[1]
     if one.op is Op.BROADCAST:
         assert one.root is not None
-        buffer = _filled(room, parts[one.root]) if one.root in parts else room(one.count, torch.uint8)
+        has_root = one.root in parts
+        buffer = _filled(room, parts[one.root], count=one.count) if has_root else room(one.count, torch.uint8)
         return group.broadcast(buffer, shape.position(one.root))
     sends, receives = [], []
     for member in shape.members:
@@ -175,9 +155,13 @@ def join_as_virtual(
         at = shape.position(member)
         if length := sum(sent[m] for m in shape.virtual):
             receives.append((at, room(length, torch.uint8)))
-        blocks = [_block(told.op, parts.get(m), member, taken[m], shape.size) for m in shape.virtual if taken[m]]
-        if blocks:
-            sends.append((at, torch.cat(blocks)))
+        if length := sum(taken[m] for m in shape.virtual):
+            leaving, offset = room(length, torch.uint8), 0
+            for giver in shape.virtual if parts else ():
+                block = leaving[offset : offset + taken[giver]]
+                _put_block(block, told.op, parts.get(giver), member, shape.size, (splits or {}).get(giver))
+                offset += taken[giver]
+            sends.append((at, leaving))
     return group.exchange(sends, receives)
 
 
@@ -186,9 +170,13 @@ def _sum_of(one: Announcement) -> ReduceOp:
     return ReduceOp.SUM if one.reduce_op is ReduceOp.AVG or one.op is Op.BARRIER else one.reduce_op
 
 
-def _filled(room: Room, source: torch.Tensor) -> torch.Tensor:
-    buffer = room(source.numel(), source.dtype)
-    buffer.copy_(source)
+def _filled(
+    room: Room, source: torch.Tensor, *, count: int | None = None, dtype: torch.dtype = torch.uint8
+) -> torch.Tensor:
+    """Room for `count` elements (as many as `source` has) that begins with those of `source`."""
+    buffer = room(source.numel() if count is None else count, source.dtype if source.numel() else dtype)
+    num = min(source.numel(), buffer.numel())
+    buffer[:num] = source[:num]
     return buffer
 
 
@@ -199,7 +187,7 @@ def _reduce_scatter(
     largest = max(bounds[m + 1] - bounds[m] for m in shape.members)
     count = max(shape.scaled(Op.REDUCE_SCATTER, Fraction(one.count, shape.size)), largest)
     parts = room(count * shape.num_ranks, one.dtype)
-    for row, shard in zip(parts.view(shape.num_ranks, -1), shards, strict=False):
+    for row, shard in zip(parts.view(shape.num_ranks, count), shards, strict=False):
         row[: shard.numel()] = shard
     output = room(count, one.dtype)
     return output, group.reduce_scatter(output, parts, _sum_of(one))
@@ -236,9 +224,8 @@ def _messages(one: Announcement, size: int) -> tuple[list[int], list[int]]:
 
 
 def _exchange(
-    group: ReducedGroup, shape: Shape, me: int, *, blocks: Mapping[int, torch.Tensor], sizes: Sequence[int], own: int,
-    room: Room,
-) -> Running:  # fmt: skip
+    group: ReducedGroup, shape: Shape, *, blocks: Mapping[int, torch.Tensor], sizes: Sequence[int], own: int, room: Room
+) -> Running:
     """Messages with sandbox members one by one, with all virtual members as one."""
     sends: list[Part] = []
     receives: list[Part] = []
@@ -267,14 +254,81 @@ def _exchange(
     return Running(group.exchange(sends, receives), parts)
 
 
-def _block(op: Op, part: torch.Tensor | None, member: int, num_bytes: int, size: int) -> torch.Tensor:
+def _put_block(
+    target: torch.Tensor, op: Op, part: torch.Tensor | None, member: int, size: int, splits: Sequence[int] | None
+) -> None:
     """What a virtual member sends to a sandbox one; zeros where the recording does not have it."""
-    if part is None or part.numel() == 0:
-        return torch.zeros(num_bytes, dtype=torch.uint8, device=None if part is None else part.device)
-    if op is Op.GATHER:
-        return part[:num_bytes]
-    each = part.numel() // size
-    return part[each * member : each * member + num_bytes]
+    source = target[:0] if part is None else part
+    if op is not Op.GATHER:
+        sizes = splits or (source.numel() // size,) * size
+        start = sum(sizes[:member])
+        source = source[start : start + sizes[member]]
+    num = min(source.numel(), target.numel())
+    target[:num] = source[:num]
+    target[num:] = 0
+
+
+def message(
+    one: Announcement, group: ReducedGroup, room: Room, *, is_virtual: bool, own: torch.Tensor | None = None
+) -> Pending:
+    """Start a message between a sandbox rank (position 0) and a virtual one (position 1), from either end.
+
+    Args:
+        own: what the sender sends, flat bytes; absent: it only weighs.
+    """
+    sends = (one.op is Op.SEND) != is_virtual
+    tensor = own if sends and own is not None else room(one.count, torch.uint8)
+    part = (0 if is_virtual else 1, tensor)
+    return group.exchange([part] if sends else [], [] if sends else [part])
+
+
+def needs_values(op: Op, reduce_op: ReduceOp, dtype: torch.dtype | None, shape: Shape) -> bool:
+    """Whether the call must carry values: what comes of it cannot be had from the recording and one rank's own part.
+
+    All ends say the same. A sum or an average with one sandbox member is the recorded one, plus what that member
+    contributes now, less what it did then. What a library like NCCL does not reduce is not carried.
+    """
+    if op in (Op.BARRIER, Op.SEND, Op.RECV):
+        return False
+    if op in REDUCTIONS and (reduce_op not in _REDUCED or dtype not in _CARRIED):
+        return False
+    return len(shape.members) > 1 or (op in REDUCTIONS and reduce_op not in (ReduceOp.SUM, ReduceOp.AVG))
+
+
+_REDUCED = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT})
+_CARRIED = frozenset(
+    {torch.int8, torch.uint8, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64, torch.bfloat16}
+)
+
+
+def weighed(one: Announcement) -> Announcement:
+    """The call as one that only weighs: a sum, of bytes where a library like NCCL does not have the type."""
+    if one.op not in REDUCTIONS:
+        return one
+    if one.dtype in _CARRIED:
+        return replace(one, reduce_op=ReduceOp.SUM)
+    return replace(one, reduce_op=ReduceOp.SUM, dtype=torch.uint8, count=one.count * one.dtype.itemsize)
+
+
+def sent_bytes(one: Announcement, shape: Shape) -> tuple[Fraction, Fraction]:
+    """Bytes that a sandbox rank sends in the whole group's ring, and in the reduced call."""
+    if one.op in (Op.SEND, Op.RECV):
+        size = Fraction(one.count if one.op is Op.SEND else 0)
+        return size, size
+    if one.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER):
+        item = one.dtype.itemsize
+        count = Fraction(one.count)
+        if one.op is Op.ALL_GATHER:
+            count = Fraction(sum(one.sizes), shape.size)
+        elif one.op is Op.REDUCE_SCATTER:
+            count /= shape.size
+        scaled = ring_sends(one.op, shape.num_ranks, shape.scaled(one.op, count)) if count else Fraction(0)
+        return ring_sends(one.op, shape.size, count) * item, scaled * item
+    if one.op in (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER):
+        sent = _messages(one, shape.size)[0]
+        size = Fraction(sum(sent) - sent[one.member])
+        return size, size
+    return Fraction(0), Fraction(0)
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
@@ -283,61 +337,3 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
         offsets.append(at)
         at += size
     return offsets
-
-
-class TorchGroup(ReducedGroup):
-    """Over a process group of torch (gloo on the CPU, NCCL on GPUs)."""
-
-    def __init__(self, group: Any) -> None:
-        """`group`: a ``torch.distributed`` ProcessGroup or a backend of one."""
-        self._group = group
-
-    def all_reduce(self, buffer: torch.Tensor, op: ReduceOp) -> Pending:
-        options = _options("AllreduceOptions", reduceOp=_torch_op(op))
-        return self._group.allreduce([buffer], options)
-
-    def reduce(self, buffer: torch.Tensor, root: int, op: ReduceOp) -> Pending:
-        options = _options("ReduceOptions", reduceOp=_torch_op(op), rootRank=root, rootTensor=0)
-        return self._group.reduce([buffer], options)
-
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Pending:
-        return self._group.broadcast([buffer], _options("BroadcastOptions", rootRank=root, rootTensor=0))
-
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> Pending:
-        return self._group._allgather_base(output, part)
-
-    def reduce_scatter(self, output: torch.Tensor, parts: torch.Tensor, op: ReduceOp) -> Pending:
-        options = _options("ReduceScatterOptions", reduceOp=_torch_op(op))
-        return self._group._reduce_scatter_base(output, parts, options)
-
-    def exchange(self, sends: Sequence[Part], receives: Sequence[Part]) -> Pending:
-        works = [self._group.recv([tensor], position, 0) for position, tensor in receives]
-        return _All([*works, *(self._group.send([tensor], position, 0) for position, tensor in sends)])
-
-
-class _All:
-    """Several operations as one (implements Pending)."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> object:
-        return [work.wait() for work in self._works]
-
-
-def _options(kind: str, **fields: Any) -> Any:
-    from torch._C import _distributed_c10d
-
-    options = getattr(_distributed_c10d, kind)()
-    for name, value in fields.items():
-        setattr(options, name, value)
-    return options
-
-
-def _torch_op(op: ReduceOp) -> Any:
-    from torch.distributed import ReduceOp as TorchReduceOp
-
-    return getattr(TorchReduceOp, op.name)

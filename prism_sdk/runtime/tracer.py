@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.names import Names, Notes, name_columns
 from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
@@ -34,7 +34,7 @@ FLUSH_INTERVAL_NS = 5_000_000_000
 
 _ABSENT32 = int(np.iinfo(np.int32).min)
 
-_KIND_OF = {Op.SEND: int(UnitKind.SEND), Op.RECV: int(UnitKind.RECV)}
+_KIND_OF = {int(Op.SEND): int(UnitKind.SEND), int(Op.RECV): int(UnitKind.RECV)}
 _OTHER = int(Phase.OTHER)
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
 
@@ -93,32 +93,48 @@ class Tracer:
 
     def communication(self, call: Call, posted_ns: int, seq: int) -> int:
         """Add the row of a communication posted at `posted_ns`; returns its unit_index."""
-        with self._lock:
-            return self._communication(call, posted_ns, seq)
-
-    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
-        self.compute_until(posted_ns)
-        posted_ns = max(posted_ns, self._last_ns)  # another thread may have been at work since: one line of time a rank
-        group = call.group
-        peer = call.other_rank
-        self._rows.append(
-            [_KIND_OF.get(call.op, _COLLECTIVE), self.phase, posted_ns, ABSENT, self.names, ABSENT, ABSENT,
-             group.group_id, seq, int(call.op), int(call.reduce_op), int(call.dtype), call.num_elements_in,
-             call.num_elements_out,
-             group.ranks[peer] if peer is not None and 0 <= peer < len(group.ranks) else _ABSENT32,
-             ABSENT if call.tag is None else call.tag,
-             1 if call.is_async else 0, None, None, call.splits_in, call.splits_out]
+        return self.post(
+            posted_ns, self._start_of(call), call.group, seq, int(call.op), int(call.reduce_op), int(call.dtype),
+            call.num_elements_in, call.num_elements_out, call.other_rank, call.tag, call.is_async, call.splits_in,
+            call.splits_out,
         )  # fmt: skip
-        if self.queued:
-            self._take_queued(self._rows[-1])
-        elif self.parts_of_groups:
-            row = self._rows[-1]
-            names = self.parts_of_groups.get((group.name, self.phase))
-            if names is not None and (self.names is None or self.names.part is None):
-                row[NAMES] = names if self.names is None else self.names.with_part_of(names)
-        unit = self._flushed + len(self._rows) - 1
-        self._open[unit] = self.step
-        return unit
+
+    def _start_of(self, call: Call) -> int | None:
+        """Where a call starts, if that is another point than the one at which the program came to it."""
+        return None
+
+    def post(
+        self, posted_ns: int, start_ns: int | None, group: GroupState, seq: int, op: int, reduce_op: int, dtype: int,
+        num_in: int, num_out: int, other: int | None, tag: int | None, is_async: bool,
+        splits_in: list[int] | None, splits_out: list[int] | None,
+    ) -> int:  # fmt: skip
+        """As `communication`, from the figures of a call; `other` is the group rank of root or peer.
+
+        The program came to it at `posted_ns`, and it starts there unless `start_ns` is given.
+        """
+        with self._lock:
+            rows, phase, names, last = self._rows, self.phase, self.names, self._last_ns
+            if posted_ns > last:  # as compute_until
+                rows.append([_COMPUTE, phase, last, posted_ns, names, ABSENT])
+                self._last_ns = posted_ns
+            elif posted_ns < last:
+                posted_ns = last  # another thread has been at work since: one line of time a rank
+            row = [
+                _KIND_OF.get(op, _COLLECTIVE), phase, posted_ns if start_ns is None else start_ns, ABSENT, names,
+                ABSENT, ABSENT, group.group_id, seq, op, reduce_op, dtype, num_in, num_out,
+                group.ranks[other] if other is not None and 0 <= other < len(group.ranks) else _ABSENT32,
+                ABSENT if tag is None else tag, 1 if is_async else 0, None, None, splits_in, splits_out,
+            ]  # fmt: skip
+            unit = self._flushed + len(rows)
+            rows.append(row)
+            if self.queued:
+                self._take_queued(row)
+            elif self.parts_of_groups:
+                part = self.parts_of_groups.get((group.name, phase))
+                if part is not None and (names is None or names.part is None):
+                    row[NAMES] = part if names is None else names.with_part_of(part)
+            self._open[unit] = self.step
+            return unit
 
     def wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool, is_of_main: bool = False) -> None:
         """Add the row of a wait for communication row `unit`; a wait that blocked also dates that row's completion.
@@ -138,21 +154,26 @@ class Tracer:
         return end_ns
 
     def _wait(self, unit: int, start_ns: int, end_ns: int, *, blocked: bool) -> None:
-        self.compute_until(start_ns)
-        start_ns = max(start_ns, self._last_ns)
-        end_ns = max(end_ns, start_ns)  # the end if they are equal: it may be a point on a device
-        phase, names = self.phase, self.names
-        if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
-            awaited = unit - self._flushed
-            row = self._rows[awaited] if awaited >= 0 else None
-            if row is not None and row[NAMES] is not None:
-                names = row[NAMES]
-                phase = row[PHASE] if phase == _OTHER else phase
-        self._rows.append([_WAIT, phase, start_ns, end_ns, names, ABSENT, unit])
+        rows, phase, names, last = self._rows, self.phase, self.names, self._last_ns
+        if start_ns > last:  # as compute_until
+            rows.append([_COMPUTE, phase, last, start_ns, names, ABSENT])
+        elif start_ns < last:
+            start_ns = last
+        if end_ns < start_ns:  # the end if they are equal: it may be a point on a device
+            end_ns = start_ns
+        awaited = unit - self._flushed
+        if awaited >= 0:
+            row = rows[awaited]
+            if blocked:
+                row[END] = end_ns
+            if names is None or names.part is None:  # a wait is for what is waited for, unless it says more itself
+                of_row = row[NAMES]
+                if of_row is not None:
+                    names = of_row
+                    phase = row[PHASE] if phase == _OTHER else phase
+        rows.append([_WAIT, phase, start_ns, end_ns, names, ABSENT, unit])
         self._last_ns = end_ns
         self._open.pop(unit, None)
-        if blocked:
-            self.amend(unit, END, end_ns)
 
     def complete(self, unit: int, end_ns: int) -> None:
         """Date the completion of communication row `unit`, for which nobody waits."""

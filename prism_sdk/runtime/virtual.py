@@ -284,7 +284,7 @@ def main(argv: Sequence[str]) -> int:
     assistant = Assistant(facts)
 
     def leave(number: int, frame: object) -> None:
-        (facts.folder / "virtual.json").write_text(json.dumps(assistant.summary()))
+        Path(argv[0]).with_suffix(".json").write_text(json.dumps(assistant.summary()))
         os._exit(0)
 
     signal.signal(signal.SIGTERM, leave)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
+from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
 
 _live: dict[int, PrismWork] = {}
@@ -33,6 +34,11 @@ _finished: deque[PrismWork] = deque(maxlen=4096)
 def outstanding_works() -> list[PrismWork]:
     """Handles that nobody has waited for yet, oldest first."""
     return list(_live.values())
+
+
+def keep_until_waited_for(work: PrismWork) -> None:
+    """Let a handle live for the sake of C++ until somebody waits for it."""
+    _live[id(work)] = work
 
 
 def place_results(group_id: int, *, wait: bool, before: int | None = None) -> None:
@@ -52,6 +58,16 @@ def place_results(group_id: int, *, wait: bool, before: int | None = None) -> No
 class PrismWork(Work):
     """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
 
+    # what most handles never change is not set in each of them: making one is on the way of every call
+    _late_wait: Callable[[], None] | None = None
+    _again: Callable[[], None] | None = None
+    _is_late = False  # completed by a poll, and not waited for since
+    _is_orphan = False  # held by us alone, for the sake of C++
+    _future: DrivenFuture | None = None
+    _error: BaseException | None = None
+    _line: tuple[int, int] | None = None
+    source = -1  # group rank that a receive from any source was matched with
+
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
         outputs: Sequence[torch.Tensor], *, is_async: bool = True, late_wait: Callable[[], None] | None = None,
@@ -63,28 +79,26 @@ class PrismWork(Work):
 
         `line`: group and number of a collective whose results are put in place also if nobody waits (`place_results`).
         """
-        super().__init__()
+        Work.__init__(self)
         self._complete: Callable[[timedelta | None], None] | None = complete
         self._poll: Callable[[], bool] | None = poll
-        self._outputs = list(outputs)
+        self._outputs: Sequence[torch.Tensor] = outputs
         self._is_async = is_async
-        self._late_wait = late_wait
-        self._again = again
-        self._is_late = False  # completed by a poll, and not waited for since
-        self._is_orphan = False  # held by us alone, for the sake of C++
-        self._future: DrivenFuture | None = None
-        self._error: BaseException | None = None
-        self.source = -1  # group rank that a receive from any source was matched with
-        _live[id(self)] = self
-        self._line = line
+        if late_wait is not None:
+            self._late_wait = late_wait
+        if again is not None:
+            self._again = again
+        keep_until_waited_for(self)
         if line is not None:
+            self._line = line
             _unwaited.setdefault(line[0], {})[line[1]] = self
 
+    @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         complete = self._complete
         if complete is not None:
             try:
-                complete(timeout)
+                self._run(complete, timeout)
             except BaseException as error:
                 self._error = error
                 self._release()
@@ -104,10 +118,14 @@ class PrismWork(Work):
             self._future.set_result(self.result())
         return True
 
+    def _run(self, complete: Callable[[timedelta | None], None], timeout: timedelta | None) -> None:
+        """Block until the results are in place."""
+        complete(timeout)
+
     def _release(self) -> None:
         self._complete = self._poll = None
         if not self._is_async and self._future is None:
-            self._outputs = []  # nobody can ask for them
+            self._outputs = ()  # nobody can ask for them
         _live.pop(id(self), None)
         if self._line is not None:
             _unwaited[self._line[0]].pop(self._line[1], None)
@@ -128,7 +146,7 @@ class PrismWork(Work):
         """Python has dropped the handle. C++ may not have: the bare Python half is brought back to life for it."""
         if not self._is_orphan:
             self._is_orphan = True
-            self._outputs, self._future = [], None
+            self._outputs, self._future = (), None
             _finished.append(self)
 
     def is_completed(self) -> bool:
@@ -185,6 +203,11 @@ class PrismWork(Work):
             elif not wait_before_backward_ends(self.wait) and not asked_by_program:
                 self.wait()
         return self._future
+
+
+def done_work() -> PrismWork:
+    """A handle of what is over."""
+    return PrismWork(lambda timeout: None, lambda: True, ())
 
 
 def _is_program(caller: FrameType | None) -> bool:

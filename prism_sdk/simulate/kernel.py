@@ -9,7 +9,7 @@ from typing import Any
 
 from prism_sdk.simulate.compiling import compiled, helper
 
-__all__ = ["arrivals", "localise", "run", "walk_rank"]
+__all__ = ["chain", "localise", "run", "walk_rank"]
 
 # the kinds of PrismTrace units, as plain numbers for the compiler
 COMPUTE, COLLECTIVE, SEND, RECV, WAIT = 1, 2, 3, 4, 5
@@ -322,21 +322,16 @@ def walk_rank(
 
 
 @compiled
-def arrivals(
-    kind: Any, lane_of: Any, ordinal: Any, begin: int, end: int, lanes: int, lane_event: Any,
-    start_ns: Any, end_ns: Any, offset: int, absent: int, arrival: Any, completed: Any, untimed: Any,
-) -> int:  # fmt: skip
-    """Note what the times of one rank say of each event: its last post and its last completion. Returns no news."""
-    for i in range(begin, end):
-        if lane_of[i] < 0:
-            continue
-        e = lane_event[lanes + lane_of[i]] + ordinal[i]
-        posted, complete = start_ns[i - begin + offset], end_ns[i - begin + offset]
-        if posted == absent:
-            untimed[e] = 1
-            continue
-        if posted > arrival[e]:
-            arrival[e] = posted
-        if complete != absent and complete > completed[e]:
-            completed[e] = complete
+def chain(arrival: Any, completed: Any, chained: Any, ready: Any, num_collectives: int) -> int:
+    """Note when each collective starts: at its last post, and where it is chained not before the one before it ends.
+
+    ``run`` has the same rule. Returns no news.
+    """
+    done = 0
+    for e in range(num_collectives):
+        at = arrival[e]
+        if chained[e] and done > at:
+            at = done
+        ready[e] = at
+        done = max(at, completed[e])
     return 0

@@ -6,7 +6,8 @@ It looks at each lane of a rank once, not at each unit; it explains faults in fe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +16,45 @@ from prism_sdk.graph.errors import GraphError, UnmatchedUnitError
 from prism_sdk.simulate.job import Lanes
 from prismtrace import ABSENT, ABSENT32, ProcessGroup, UnitKind
 
-__all__ = ["LaneTable"]
+__all__ = ["LaneTable", "RankLanes"]
 
 Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLanes:
+    """The lanes of a rank but for groups and peers, which differ among ranks that do the same."""
+
+    #: The first row of each lane.
+    rows: Int64Array
+    is_collective: npt.NDArray[np.bool_]
+    is_send: npt.NDArray[np.bool_]
+    #: The keys of ``LaneTable``, without groups and ranks.
+    keys: Int64Array
+
+    @classmethod
+    def of(cls, rank: int, c: Mapping[str, npt.NDArray[Any]], made: Mapping[str, npt.NDArray[Any]], num: int) -> Self:
+        """The ``num`` lanes of the columns of a rank: ``made`` is what ``kernel.localise`` gave."""
+        rows = made["lane_row"][:num].copy()
+        kind, seq = c["kind"][rows], c["seq"][rows]
+        is_collective = kind == UnitKind.COLLECTIVE
+        if (seq == ABSENT).any():
+            raise _lacks_key(rank)
+        keys = np.zeros((9, num), dtype=np.int64)
+        keys[0], keys[4] = ~is_collective, np.where(is_collective, 0, c["tag"][rows])
+        keys[5:] = kind, made["lane_count"][:num], made["lane_check"][:num], seq
+        return cls(rows=rows, is_collective=is_collective, is_send=kind == UnitKind.SEND, keys=keys)
+
+    def are_distinct(self, group: npt.NDArray[Any], peer: npt.NDArray[Any]) -> bool:
+        """Whether these are different lanes with other groups and peers."""
+        peers = np.where(self.is_collective, 0, peer[self.rows]).tolist()
+        keys = zip(self.keys[5].tolist(), group[self.rows].tolist(), peers, self.keys[4].tolist(), strict=True)
+        return len(set(keys)) == len(self.rows)
+
+
+def _lacks_key(rank: int) -> UnmatchedUnitError:
+    return UnmatchedUnitError(f"rank {rank} has communication without a peer or a sequence number",
+                              hint="record the job with Prism")  # fmt: skip
 
 
 class LaneTable:
@@ -27,23 +64,17 @@ class LaneTable:
         self._keys: list[Int64Array] = []
         self._counts: list[int] = []
 
-    def add(self, rank: int, c: Mapping[str, npt.NDArray[Any]], made: Mapping[str, npt.NDArray[Any]], num: int) -> None:
-        """Take up the lanes of a rank: ``made`` is what ``kernel.localise`` gave."""
-        rows = made["lane_row"][:num]
-        kind, peer, seq = c["kind"][rows], c["peer"][rows], c["seq"][rows]
-        is_collective = kind == UnitKind.COLLECTIVE
-        if (peer[~is_collective] == ABSENT32).any() or (seq == ABSENT).any():
-            raise UnmatchedUnitError(f"rank {rank} has communication without a peer or a sequence number",
-                                     hint="record the job with Prism")  # fmt: skip
-        is_send = kind == UnitKind.SEND
-        source = np.where(is_collective, -1, np.where(is_send, rank, peer))
-        destination = np.where(is_collective, -1, np.where(is_send, peer, rank))
-        tag = np.where(is_collective, 0, c["tag"][rows])
-        self._keys.append(
-            np.stack([~is_collective, c["group_id"][rows], source, destination, tag, kind, made["lane_count"][:num],
-                      made["lane_check"][:num], seq])
-        )  # fmt: skip
-        self._counts.append(num)
+    def add(self, rank: int, lanes: RankLanes, group: npt.NDArray[Any], peer: npt.NDArray[Any]) -> None:
+        """Take up the lanes of a rank, whose rows have these groups and peers."""
+        peers = np.where(lanes.is_collective, -1, peer[lanes.rows])
+        if len(peers) and int(peers.min()) == ABSENT32:
+            raise _lacks_key(rank)
+        ends = np.where(lanes.is_collective, -1, rank)
+        keys = lanes.keys.copy()
+        keys[1] = group[lanes.rows]
+        keys[2], keys[3] = np.where(lanes.is_send, (ends, peers), (peers, ends))
+        self._keys.append(keys)
+        self._counts.append(len(lanes.rows))
 
     def match(self, ranks: Int64Array, groups: Mapping[int, ProcessGroup], *, source: str) -> Lanes:
         """The lanes of the job; raises UnmatchedUnitError where members of a lane differ in what they did."""

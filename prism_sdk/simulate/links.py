@@ -18,17 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.cluster.links import busy_ns, link_names, links_of, num_nics_of
-from prism_sdk.cluster.measurements import message_bytes
-from prism_sdk.cluster.profile import Cluster, Shape
 from prism_sdk.simulate import flows
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import Links, SimJob
 from prismtrace import Op
+
+if TYPE_CHECKING:
+    from prism_sdk.cluster.profile import Cluster, Shape
 
 __all__ = ["SharedRun", "run_shared", "shared_links"]
 
@@ -40,6 +41,9 @@ _LOW = np.iinfo(np.int64).min
 
 def shared_links(job: SimJob, cluster: Cluster) -> Links:
     """The links of each lane of the job; rank r is GPU r of the cluster."""
+    from prism_sdk.cluster.links import busy_ns, link_names, links_of, num_nics_of
+    from prism_sdk.cluster.measurements import message_bytes
+
     kinds: dict[tuple[Shape, int, bool], int] = {}
     by_ranks: dict[tuple[object, ...], tuple[int, list[int], list[int]]] = {}
     lane_kind: list[int] = []

@@ -6,16 +6,15 @@ It decides no times.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.loading import LEAD, PROVENANCE
 from prism_sdk.simulate.simulation import Timeline
-from prism_sdk.simulate.weights import find_rows
+from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, Op, TraceReader, TraceWriter, UnitKind
 from prismtrace.rewriting import atomic_output
 
@@ -24,7 +23,7 @@ __all__ = ["write_timeline"]
 
 def write_timeline(
     timeline: Timeline, output: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None,
-    keep_columns: bool = True,
+    keep_columns: bool = True, progress: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
     """Write the timeline of every rank; whole or not at all.
 
@@ -34,7 +33,9 @@ def write_timeline(
         metadata: text pairs beside those of the source.
         keep_columns: take all other columns from the source, whose units must be the same (labels, sizes, payload
             digests); else the file has what the simulation knows.
+        progress: is told how many ranks of how many are written.
     """
+    tell = progress or (lambda done, total: None)
     job = timeline.job
     facts = {**job.metadata, "profile": "schedule-unit,replay", **(metadata or {})}
     with (
@@ -52,10 +53,12 @@ def write_timeline(
                     out.add_units(rank, columns)
                     out.add_steps(rank, _steps(timeline, position, reader))
                     out.add_scalars(rank, reader.scalars(rank))
+                    tell(position + 1, job.num_ranks)
         else:
             for position in range(job.num_ranks):
                 out.add_units(int(job.ranks[position]), {**_structure(job, position), **_times(timeline, position)})
                 out.add_steps(int(job.ranks[position]), _steps(timeline, position, None))
+                tell(position + 1, job.num_ranks)
 
 
 def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:

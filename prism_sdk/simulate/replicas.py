@@ -59,6 +59,8 @@ class DataParallel:
         note = f"{self.size} data-parallel replicas in place of {num}"
         if self.size != num:
             note += "; transfers of groups that grow or shrink are as they were, unless a cluster profile gives them"
+            if self.size > num:
+                note += ", and ranks that share processors do not slow each other: the step may be longer"
         return replace(
             job, world_size=len(old), ranks=np.arange(len(old), dtype=np.int64), lanes=lanes, groups=groups,
             programs=programs, program=job.program[old], weight_base=job.weight_base[old],

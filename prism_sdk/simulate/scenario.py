@@ -9,24 +9,24 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
 from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS
-from prism_sdk.cluster.profile import Cluster, load_cluster
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
 from prism_sdk.simulate.job import SimJob
-from prism_sdk.simulate.links import shared_links
 from prism_sdk.simulate.loading import RankColumns, load
 from prism_sdk.simulate.replicas import DataParallel
 from prism_sdk.simulate.restructure import Microbatches, Remove, combined
 from prism_sdk.simulate.selection import Selection
 from prism_sdk.simulate.simulation import Timeline, simulate
-from prism_sdk.simulate.transfers import with_cluster
 from prism_sdk.wording import counted
 from prismtrace import TraceReader
+
+if TYPE_CHECKING:
+    from prism_sdk.cluster.profile import Cluster
 
 __all__ = ["Scenario", "parse_slow", "parse_straggle", "with_links"]
 
@@ -71,14 +71,21 @@ class Scenario:
         """Whether ranks or units differ from those of the trace."""
         return bool(self.remove) or any(value is not None for value in (self.microbatches, self.schedule, self.dp))
 
-    def job(self, source: str | os.PathLike[str], *, steps: range | None = None) -> SimJob:
-        """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit."""
+    def job(
+        self, source: str | os.PathLike[str], *, steps: range | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SimJob:  # fmt: skip
+        """Read the trace and make all changes. Raises UsageError for what cannot be understood or does not fit.
+
+        ``progress`` is told how many ranks of how many are read.
+        """
         self._check()
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
         removals = self._removals(source)
         change = self._restructure(source, steps, removals)
-        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster)
+        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster,
+                   progress=progress)  # fmt: skip
         for removal in removals:
             if not sum(removal.found):
                 raise UsageError(f"no unit of {job.source} is {removal.where.text}",
@@ -106,9 +113,12 @@ class Scenario:
             job = ExpertSkew(self.moe_skew, self.moe_seed).apply(job)
         return job
 
-    def run(self, source: str | os.PathLike[str], *, steps: range | None = None) -> Timeline:
-        """The timeline of the changed job."""
-        return simulate(self.job(source, steps=steps))
+    def run(
+        self, source: str | os.PathLike[str], *, steps: range | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Timeline:  # fmt: skip
+        """The timeline of the changed job; ``progress`` as in ``job``."""
+        return simulate(self.job(source, steps=steps, progress=progress))
 
     def _check(self) -> None:
         """What has a meaning only beside something else is not left without effect."""
@@ -150,6 +160,10 @@ class Scenario:
     def _transfers(self, job: SimJob) -> SimJob:
         if self.cluster is None:
             return job
+        from prism_sdk.cluster.profile import load_cluster  # of use here only: starting takes time
+        from prism_sdk.simulate.links import shared_links
+        from prism_sdk.simulate.transfers import with_cluster
+
         cluster = load_cluster(self.cluster)
         job = with_cluster(job, cluster, which=self.transfers)
         if self.link:

@@ -20,6 +20,7 @@ from prism_sdk.testing.contracts import (
 from prism_sdk.testing.launches import Launched, Launches, losses
 from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order, used_groups
 from prism_sdk.testing.plugins import isolated_manager
+from prism_sdk.testing.routes import Route, run_route
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
 __all__ = [
@@ -30,11 +31,13 @@ __all__ = [
     "NamedUnit",
     "NullNamer",
     "ReplayBackendContract",
+    "Route",
     "ScriptedCalibration",
     "ScriptedReplay",
     "check_golden",
     "isolated_manager",
     "losses",
+    "run_route",
     "unit_order",
     "used_groups",
 ]

@@ -80,9 +80,18 @@ class Launches:
         flags = ["--nproc-per-node", str(num_ranks), "--slots", str(num_slots), *options]
         return self.must("record", script, arguments, options=flags)
 
-    def calibrate(self, graph: Path, script: Path | str, arguments: Sequence[str] = ()) -> Launched:
-        """One pass over the slices: enough to see that ranks follow the graph."""
-        return self.must("calibrate", script, arguments, options=["--graph", graph, "--slots", "2", "-O", "passes=1"])
+    def calibrate(
+        self, graph: Path, script: Path | str, arguments: Sequence[str] = (), *, transfers: Path | None = None
+    ) -> Launched:  # fmt: skip
+        """One pass over the slices: enough to see that ranks follow the graph.
+
+        `transfers` is a trace of the job observed: what no slice does as a whole takes as long as there. Without it
+        a further launch measures that.
+        """
+        options: list[str | Path] = ["--graph", graph, "--slots", "2", "-O", "passes=1"]
+        if transfers is not None:
+            options += ["-O", f"transfers={transfers}"]
+        return self.must("calibrate", script, arguments, options=options)
 
     def emulate(
         self, graph: Path, script: Path | str, arguments: Sequence[str] = (), *, sandbox: str = "0"

@@ -17,6 +17,7 @@ PACKAGES = ("prismtrace", "prism_sdk")
 MAX_LINES = 400
 READS_THE_ENVIRONMENT = {
     "prism_sdk/settings.py": "the one place that reads variables",
+    "prism_sdk/builtin/assistants.py": "hands its own environment on to the process that it starts",
     "prism_sdk/runtime/launcher.py": "hands its own environment on to the processes that it starts",
     "prism_sdk/runtime/engines.py": "hands its own environment on to slices that run on other machines",
     "prism_sdk/runtime/preload.py": "takes back what an import has set, which a rank would not have found set",

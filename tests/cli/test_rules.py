@@ -187,3 +187,16 @@ def test_ctrl_c_ends_with_one_line_whenever_it_is_pressed(trace: Path, when: str
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == expected != -signal.SIGINT
     assert done.stderr.strip() == ("prism: interrupted" if expected else "")
+
+
+def test_output_that_cannot_be_written_is_no_defect(trace: Path) -> None:
+    command = [sys.executable, "-m", "prism_sdk.cli.main", "info", str(trace)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr.strip()) == (
+        1,
+        "prism: error: standard output cannot be written: No space left on device",
+    )
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -294,6 +294,21 @@ def switch(times: int) -> None:
     say("STEPS", ms=[(time.perf_counter() - began) * 1e3 / times])
 
 
+def turns(times: int) -> None:
+    """Meets the others in an operation on the host, with a device in use: when each call began, and when it ended."""
+    kept = full(dist.get_rank())
+    torch.cuda.synchronize()
+    group = dist.new_group(backend="gloo")
+    value, entered, left = torch.ones(1), [], []
+    for _ in range(times):
+        entered.append(time.monotonic_ns())
+        dist.all_reduce(value, group=group)
+        left.append(time.monotonic_ns())
+        value.fill_(1)
+    check("turns", kept, dist.get_rank())
+    say("TURNS", entered=entered, left=left)
+
+
 def grow(mib: int) -> None:
     """Allocates until it is refused, and says how often it was not."""
     kept: list[torch.Tensor] = []
@@ -324,8 +339,8 @@ def main() -> None:
         fill(float(numbers[0]))
     elif name == "states":
         states(float(numbers[0]), int(numbers[1]))
-    elif name in ("switch", "grow"):
-        {"switch": switch, "grow": grow}[name](int(numbers[0]))
+    elif name in ("switch", "grow", "turns"):
+        {"switch": switch, "grow": grow, "turns": turns}[name](int(numbers[0]))
     else:
         train(name, *map(int, numbers))
     torch.cuda.synchronize()

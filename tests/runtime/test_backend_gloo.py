@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 NUM_RANKS = 8
+PLAYED = Path(__file__).parent / "played_gpu.py"
 SANDBOX = (2, 3, 6)  # two gaps in the ring
 
 # Every reduction and dtype, every collective. Ranks in the list of the third argument contribute something else.
@@ -91,39 +92,82 @@ def got(folder: Path, rank: int) -> dict[str, Any]:
     return found
 
 
-def test_sandbox_ranks_get_what_eight_real_ranks_get(lab: Laboratory) -> None:
+class Eight:
+    """The program with eight ranks: recorded, and run for real with the sandbox ranks contributing something else."""
+
+    def __init__(self, lab: Laboratory) -> None:
+        self._lab, self._place = lab, lab.room("gloo")
+        self._script = self._place / "everything.py"
+        self._script.write_text(textwrap.dedent(EVERYTHING))
+        size = ("--nproc-per-node", str(NUM_RANKS))
+        recorded, as_recorded = self._program("recorded", ())
+        ended = lab.run("record", bare := lab.path("bare"), as_recorded, *size)
+        assert ended.code == 0, ended.err
+        real, changed = self._program("real", SANDBOX)
+        ended = lab.run("observe", lab.path("observed"), changed, *size)
+        assert ended.code == 0, ended.err
+        self._folders, self._graph = (recorded, real), made_up_times(bare, lab.path("graph"))
+
+    def _program(self, name: str, changed: tuple[int, ...]) -> tuple[Path, tuple[str, ...]]:
+        (self._place / name).mkdir()
+        return self._place / name, (str(self._script), str(self._place / name), json.dumps(changed))
+
+    def check(self, name: str, *options: str, without: str = "none") -> tuple[str, Path]:
+        """Emulated sandbox ranks must get what real ones do (but for names that begin with `without`).
+
+        Returns what was said, and the trace.
+        """
+        folder, changed = self._program(name, SANDBOX)
+        ended, output = self._lab.emulate(self._graph, changed, ",".join(map(str, SANDBOX)), *options)
+        assert ended.code == 0, ended.err
+        for rank in SANDBOX:
+            now, before, expected = (
+                {what: value for what, value in got(place, rank).items() if not what.startswith(without)}
+                for place in (folder, *self._folders)
+            )
+            assert now == expected
+            assert sum(expected[what] != before[what] for what in expected) > 25
+        return ended.err, output
+
+
+@pytest.fixture(scope="module")
+def eight(lab: Laboratory) -> Eight:
+    return Eight(lab)
+
+
+def test_sandbox_ranks_get_what_eight_real_ranks_get(eight: Eight) -> None:
     """The sandbox ranks contribute something else than recorded: what all get of it must be what a real run gives."""
-    place = lab.room("gloo")
-    script = place / "everything.py"
-    script.write_text(textwrap.dedent(EVERYTHING))
-
-    def program(name: str, changed: tuple[int, ...]) -> tuple[Path, tuple[str, ...]]:
-        (place / name).mkdir()
-        return place / name, (str(script), str(place / name), json.dumps(changed))
-
-    size = ("--nproc-per-node", str(NUM_RANKS))
-    recorded, as_recorded = program("recorded", ())
-    bare, observed = lab.path("bare"), lab.path("observed")
-    ended = lab.run("record", bare, as_recorded, *size)
-    assert ended.code == 0, ended.err
-    real, changed = program("real", SANDBOX)
-    ended = lab.run("observe", observed, changed, *size)
-    assert ended.code == 0, ended.err
-    graph = made_up_times(bare, lab.path("graph"))
-    emulated, changed = program("emulated", SANDBOX)
-    ended, output = lab.emulate(graph, changed, ",".join(map(str, SANDBOX)), "--backend", "gloo")
-    assert ended.code == 0, ended.err
+    said, output = eight.check("emulated", "--backend", "gloo")
     facts = metadata(output)
     for rank in SANDBOX:
-        expected, before = got(real, rank), got(recorded, rank)
-        assert got(emulated, rank) == expected
-        assert sum(expected[name] != before[name] for name in expected) > 30
         assert facts[f"rank.{rank}.operations_not_carried"] == "0"
         assert_full_traffic(facts, rank)
     # of the groups [0-7], [1, 3, 6, 7] and [0, 1, 4] the last one has no sandbox rank
-    assert " 2 reduced communicators" in ended.err
+    assert " 2 reduced communicators" in said
     with TraceReader(output) as reader:
         assert {group.ranks for group in reader.groups.values()} >= {tuple(range(8)), (1, 3, 6, 7)}
+
+
+def test_reduced_calls_on_streams_give_what_eight_real_ranks_get(eight: Eight) -> None:
+    """Backend nccl on a GPU that is played, with gloo in the place of NCCL."""
+    options = ("--plugin", str(PLAYED), "--backend", "played-nccl")
+    said, output = eight.check("played", *options, without="all-reduce B")  # NCCL has no bitwise reductions
+    assert re.search(r"virtual neighbours on GPU 1: \d+ calls in 6 reduced communicators", said)
+    facts = metadata(output)
+    for rank in SANDBOX:
+        of_rank = {name.removeprefix(f"rank.{rank}."): value for name, value in facts.items()}
+        assert int(of_rank["carried_operations"]) == int(of_rank["held_operations"]) > 50
+        assert of_rank["operations_not_carried"] == of_rank["held_on_host"] == "0"
+        assert int(of_rank["operations_live"]) > 40
+        # each message is rounded up by an element, and these are small
+        full, sent = int(of_rank["scheduled_sent_bytes"]), int(of_rank["sent_bytes"])
+        assert full <= sent < 1.02 * full
+
+
+def test_nccl_without_gpus_says_what_to_do(lab: Laboratory) -> None:
+    graph = lab.graph(DDP)
+    ended, _ = lab.emulate(graph, DDP, "0", "--backend", "nccl", "--device", "cpu")
+    assert ended.code == 2 and "backend nccl needs ranks on GPUs" in ended.err and "--backend local" in ended.err
 
 
 def assert_full_traffic(facts: Any, rank: int) -> None:

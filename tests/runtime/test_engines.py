@@ -1,90 +1,132 @@
-"""Slices of a calibration on a Ray cluster of several machines: here several raylets, one of which is killed."""
+"""Recordings, calibrations and sweeps on a Ray cluster of several machines, some of which are killed."""
 
 from __future__ import annotations
 
-import os
+import json
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prism_sdk.cli.main import run
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
-from prism_sdk.runtime.engines import SliceTask, kept_folder
+from prism_sdk.runtime.engines import SliceTask, kept_slices
 from prism_sdk.testing.launches import Launches
 from prismtrace import GraphKind, TraceReader, TraceWriter
+from tests.runtime.role_jobs import structure_differences
 
 SCRIPT = """
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-with open(f"{sys.argv[1]}/ran-{rank}", "a") as file:
+folder = Path(sys.argv[1])
+with (folder / f"ran-{rank}").open("a") as file:
     file.write("x")
-weight = torch.ones(4, requires_grad=True)
+weight = torch.ones(30_000, requires_grad=True)
 optimizer = torch.optim.SGD([weight], lr=0.1)
 for step in range(3):
     weight.sum().backward()
     dist.all_reduce(weight.grad)
+    assert weight.grad.unique().tolist() == [3.0]
     optimizer.step()
     optimizer.zero_grad()
-    time.sleep(float(sys.argv[2]))
+    (folder / f"began-{rank}-{step}").touch()
+    time.sleep(0.2)
 dist.destroy_process_group()
 """
 
 
-@pytest.fixture
-def cluster() -> Iterator[Any]:
-    pytest.importorskip("ray", reason="Ray is an optional extra")
-    from ray.cluster_utils import Cluster
+class Machines:
+    """A Ray cluster: a head without CPUs, and machines of one CPU that can be taken away."""
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False,
-                                                            "object_store_memory": 80 << 20})  # fmt: skip
-    yield cluster
-    cluster.shutdown()
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self._settings = {"object_store_memory": 80 << 20, "include_dashboard": False}
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **self._settings})
+        self.nodes = [self.add(), self.add()]
+
+    def add(self) -> Any:
+        return self.cluster.add_node(num_cpus=1, **self._settings)
+
+    def run(self, verb: str, *words: str | Path, lose_once: Callable[[], bool] | None = None) -> tuple[str, str]:
+        """A command on the cluster, which must end well; a machine goes away once `lose_once`. What it printed."""
+        command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "--engine", "ray", "--address",
+                   self.cluster.address, *map(str, words)]  # fmt: skip
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until = time.monotonic() + 100
+        while lose_once is not None and process.poll() is None and time.monotonic() < until:
+            if lose_once():
+                self.cluster.remove_node(self.nodes.pop(0), allow_graceful=False)
+                break
+            time.sleep(0.05)
+        out, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        return out, said
+
+
+@pytest.fixture
+def machines() -> Iterator[Machines]:
+    pytest.importorskip("ray", reason="Ray is an optional extra")
+    machines = Machines()
+    yield machines
+    machines.cluster.shutdown()
 
 
 @pytest.mark.slow
-def test_a_machine_that_dies_loses_nothing_that_was_finished(cluster: Any, tmp_path: Path) -> None:
-    jobs = Launches(tmp_path)
+def test_machines_that_die_lose_nothing_that_was_finished(
+    machines: Machines, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """A job is recorded, calibrated and simulated on two machines, and in the first two one of them is killed."""
     script, ran = tmp_path / "job.py", tmp_path / "ran"
     script.write_text(SCRIPT)
     ran.mkdir()
-    graph = jobs.must("record", script, (str(tmp_path), "0"), options=["--world-size", "4"]).trace
-    nodes = [cluster.add_node(num_cpus=1, object_store_memory=80 << 20) for _ in range(2)]
-    command = [sys.executable, "-m", "prism_sdk.cli.main", "calibrate", "--graph", str(graph), "--slots", "1",
-               "-O", "passes=1", "-o", str(tmp_path / "out.prism"), "--engine", "ray", "--address", cluster.address,
-               "--", str(script), str(ran), "1.0"]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
-    killer = threading.Thread(target=_kill_after_one, args=(cluster, nodes[0], tmp_path / "out.prism.slices"))
-    killer.start()
-    _, said = process.communicate(timeout=200)
-    killer.join()
-    assert process.returncode == 0, said
-    assert "4 slices over 2 machines" in said
-    with TraceReader(tmp_path / "out.prism") as reader:
-        assert reader.graph_kind is GraphKind.CALIBRATED
-        assert reader.ranks == (0, 1, 2, 3)
-    times_run = [len((ran / f"ran-{rank}").read_text()) for rank in range(4)]
-    assert sum(times_run) in (4, 5), times_run  # at most the slice that was on the machine ran again
-    assert not (tmp_path / "out.prism.slices").exists()
+    bare, calibrated = tmp_path / "bare.prism", tmp_path / "out.prism"
 
+    out, said = machines.run("record", "--world-size", "3", "-o", bare, "--", script, ran,
+                             lose_once=(ran / "began-0-0").exists)  # fmt: skip
+    assert "2 slots over 2 machines" in said and "the job begins again on the 1 machine that is left" in said
+    assert [len((ran / f"ran-{rank}").read_text()) for rank in range(3)] == [2, 2, 2]
+    assert out == ""  # nothing of Ray's own
+    here = Launches(tmp_path).record(script, [str(ran)], num_ranks=3).trace
+    assert structure_differences(here, bare) == []
+    with TraceReader(here) as one, TraceReader(bare) as reader:
+        assert reader.metadata["job.status"] == "complete" and reader.ranks == (0, 1, 2)
+        for rank in one.ranks:
+            for column in ("payload_in", "payload_out"):
+                assert list(getattr(one.units(rank), column)) == list(getattr(reader.units(rank), column))
 
-def _kill_after_one(cluster: Any, node: Any, folder: Path) -> None:
-    """Take a machine away as soon as one slice is finished."""
-    until = time.monotonic() + 150
-    while time.monotonic() < until and not list(folder.glob("pass1-slice*.prism")):
-        time.sleep(0.1)
-    cluster.remove_node(node, allow_graceful=False)
+    machines.nodes.append(machines.add())
+    for path in ran.iterdir():
+        path.unlink()
+    kept = tmp_path / "out.prism.slices"
+    _, said = machines.run("calibrate", "--graph", bare, "--slots", "1", "-O", "passes=1", "-o", calibrated, "--",
+                           script, ran, lose_once=lambda: bool(list(kept.glob("pass1-slice*.prism"))))  # fmt: skip
+    assert "3 slices over 2 machines" in said
+    with TraceReader(calibrated) as reader:
+        assert reader.graph_kind is GraphKind.CALIBRATED and reader.ranks == (0, 1, 2)
+    times_run = [len((ran / f"ran-{rank}").read_text()) for rank in range(3)]
+    assert sum(times_run) in (3, 4), times_run  # at most the slice that was on the machine ran again
+    assert not kept.exists()
+
+    words = (calibrated, "--variant", "--slow rank=1:{1.5,2}", "--variant", "--no-gaps", "--json")
+    out, _ = machines.run("sweep", *words)
+    there = json.loads(out)
+    assert [row["variant"] for row in there] == ["as it is", "slow rank=1:1.5", "slow rank=1:2", "no-gaps"]
+    capsys.readouterr()
+    assert run(["sweep", *map(str, words)]) == 0
+    assert json.loads(capsys.readouterr().out) == there
 
 
 def _config(folder: Path) -> LaunchConfig:
@@ -95,10 +137,10 @@ def _config(folder: Path) -> LaunchConfig:
 
 def test_finished_slices_are_kept_for_the_same_calibration_only(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    folder = kept_folder(config)
+    folder = kept_slices(config)
     (folder / "pass1-slice0.prism").write_bytes(b"finished")
-    assert [path.name for path in kept_folder(config).glob("*.prism")] == ["pass1-slice0.prism"]
-    assert list(kept_folder(replace(config, arguments=("--lr", "2"))).glob("*.prism")) == []
+    assert [path.name for path in kept_slices(config).glob("*.prism")] == ["pass1-slice0.prism"]
+    assert list(kept_slices(replace(config, arguments=("--lr", "2"))).glob("*.prism")) == []
 
 
 def test_a_slice_is_finished_when_its_trace_is_whole(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("check", ["record", "full", "moves", "observe", "emulate", "graphs"])
+@pytest.mark.parametrize("check", ["record", "full", "moves", "observe", "emulate", "graphs", "switch", "limit"])
 def test_a_job_on_gpus(check: str) -> None:
     torch = pytest.importorskip("torch")
     if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
@@ -49,3 +49,16 @@ def test_jobs_are_calibrated_on_devices() -> None:
     )
     results = json.loads(done.stdout.splitlines()[-1])
     assert all(results.values()) and len(results) >= 2, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_reduced_calls_of_nccl_with_an_assistant_on_a_second_gpu() -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
+        pytest.skip("needs two CUDA devices and NCCL")
+    script, kinds = ROOT / "benchmarks" / "gpu_hold.py", ["operations", "chain", "fsdp2", "ddp"]
+    done = subprocess.run(
+        [sys.executable, script, "--backend=nccl", *kinds], capture_output=True, text=True, timeout=400
+    )
+    assert json.loads(done.stdout.splitlines()[-1]) == dict.fromkeys(kinds, True), done.stdout + done.stderr

@@ -6,7 +6,6 @@ The device is one that does everything at once on the CPU, and blocks whoever te
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import threading
 import time
@@ -27,12 +26,13 @@ from prism_sdk.runtime.manifest import OWN, Expected, Script  # noqa: E402
 from prism_sdk.runtime.oncuda import holding  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
-from prism_sdk.runtime.oncuda.holdkernel import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
+from prism_sdk.runtime.oncuda.occupying import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
 from prismtrace import GraphKind, TraceReader, TraceWriter, UnitKind  # noqa: E402
+from tests.runtime.played_gpu import Device, Queue, memory_at  # noqa: E402
 
 pytestmark = pytest.mark.timeout(60)
 SIZE, ME = 3, 1
@@ -174,67 +174,6 @@ def operations(job: Job) -> list[tuple[Call, list[list[float]]]]:
     return wanted
 
 
-class Event:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Queue:
-    """A stream of a device that does everything at once."""
-
-    def __init__(self, number: int = 0, device: Any = None) -> None:
-        self.cuda_stream = number
-        self.events: list[Any] = []
-
-    def query(self) -> bool:
-        return True
-
-    def record_event(self) -> Event:
-        return Event()
-
-    def wait_event(self, event: Any) -> None:
-        self.events.append(event)
-
-
-class Device:
-    """Stands for libcuda: addresses are those of the host."""
-
-    def __init__(self) -> None:
-        self.num_streams, self.said = 0, []  # type: ignore[var-annotated]
-        self.kept: list[Any] = []
-
-    def stream_write(self, stream: int, address: int, value: int) -> None:
-        self.said.append(("write", stream))
-        ctypes.c_uint32.from_address(address).value = value
-
-    def stream_wait(self, stream: int, address: int, value: int) -> None:
-        self.said.append(("wait", stream))
-        until = time.monotonic() + 20
-        while ctypes.c_uint32.from_address(address).value != value:
-            assert time.monotonic() < until
-
-    def register(self, address: int, num_bytes: int) -> int:
-        return address
-
-    def allocate(self, num_bytes: int) -> int:
-        self.kept.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        return int(self.kept[-1].data_ptr())
-
-    def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
-        ctypes.memmove(target, source, num_bytes)
-
-    def create_stream(self, *, is_urgent: bool) -> int:
-        self.num_streams += 1
-        return self.num_streams
-
-
-def memory_at(address: int, num_bytes: int) -> Any:
-    return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(address), np.uint8)
-
-
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made = Device()
@@ -245,7 +184,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(holding, "_DeviceMemory", memory_at)
+    monkeypatch.setattr(holding, "DeviceMemory", memory_at)
     return made
 
 
@@ -353,7 +292,8 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
 
     def compile_kernel(source: str, name: str) -> Any:
         assert f"__launch_bounds__(640) {name}(" in source
-        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr()))
+        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr(),
+                                                 launch["args"][1], launch["args"][-1]))  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     kernel = HoldKernel(words, 24)
@@ -362,7 +302,9 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
         kernel.hold(call, word, 5)
-    assert launches == [((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i) for i, n in enumerate((24, 2, 1))]
+    assert launches == [
+        ((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i, 5, -1) for i, n in enumerate((24, 2, 1))
+    ]  # -1: until it is released
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
         HoldKernel(words, 24)

@@ -56,7 +56,7 @@ def test_a_handle_on_a_gpu_waits_each_time_and_holds_nothing_longer_than_the_pro
         gone = torch.multiprocessing.reductions.StorageWeakRef(tensor.untyped_storage()).expired
         inner = Backend([tensor])
         call = Call(Op.ALL_REDUCE, GROUP, lambda: None, contribution=[tensor], outputs=[tensor])
-        work = observe.TimedWork(inner, Quiet(), 0, call, 0)  # type: ignore[arg-type]
+        work = observe.TimedWork.of(inner, Quiet(), 0, call, 0)  # type: ignore[arg-type]
         del tensor, call
         work.wait()
         work.wait()
@@ -75,7 +75,7 @@ def test_a_coalesced_block_is_waited_for_as_one_and_its_parts_are_forgotten(monk
     tracer: Any = SimpleNamespace(now=time.monotonic_ns, wait=lambda unit, *_, **__: waits.append(unit))
     before = outstanding_works()
     call = Call(Op.SEND, GROUP, lambda: None)
-    parts = [observe.TimedWork(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
+    parts = [observe.TimedWork.of(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
     inner = Backend([])
     block = observe.TimedBlock(inner, tracer, parts)
     block.wait()

@@ -145,7 +145,7 @@ def test_the_lead_is_learnt_from_releases_that_nothing_held_up(shared: Shared) -
         clock += 10**6 if number % 3 == 0 else 9_000
         shared.pass_(number)
         releaser.look()
-    assert releaser.lead_ns == 9_000
+    assert releaser.lead_ns() == 9_000
 
 
 def test_the_process_releases_in_time(tmp_path: Path, shared: Shared) -> None:
@@ -194,3 +194,25 @@ def test_the_process_releases_in_time(tmp_path: Path, shared: Shared) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_calls_that_are_alike_have_a_lead_of_their_own(shared: Shared) -> None:
+    """What a release lets begin takes milliseconds: those alike are released by so much earlier, others are not."""
+    plan = plan_of(3)
+    clock = shared.rank.origin_ns = 1
+    releaser = Releaser(shared.other, BoundaryEngine(plan, plan.sandbox_ranks[0], None), clock=lambda: clock)
+    took = {0: 9_000, 1: 2_000_000, 7: 40_000_000}
+    for number in range(45):
+        like = (0, 1, 7)[number % 3]
+        assert shared.rank.append(fields.HELD, (0, 0), lane=number % 3, like=like) == number
+        assert (shared.rank.kind(number), shared.rank.lane(number)) == (fields.HELD, number % 3)
+        assert shared.rank.like(number) == like
+        shared.arrive(number)
+        releaser.look()
+        while not shared.is_released(number):
+            clock += 1_000
+            releaser.look()
+        clock += took[like]
+        shared.pass_(number)
+        releaser.look()
+    assert {like: releaser.lead_ns(like) for like in took} == took

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from prism_sdk.errors import UsageError
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.config import LaunchConfig, LaunchMode, PayloadMode
 from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_plan, parse_layout, plan_of_groups
 from prism_sdk.runtime.roles.stating import stated_plan
@@ -20,6 +20,7 @@ from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
 from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
 from tests.runtime.role_jobs import ASYMMETRIC, MIXED, SIDES, structure_differences
+from tests.runtime.spread_machines import record as record_on_machines
 
 MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 
@@ -75,6 +76,21 @@ def test_every_operation_gives_what_it_gives_with_all_ranks(
     assert sorted(seen["roles"]) == [f"seen-{rank}" for rank in (0, 1, 5, 6, 7)]
     for rank, values in seen["roles"].items():
         assert values == seen["all"][rank], rank
+
+
+def test_roles_run_on_several_machines(jobs: Launches, hybrid: Launched, tmp_path: Path) -> None:
+    (tmp_path / "seen").mkdir()
+    said = list[str]()
+    result = record_on_machines(
+        jobs.folder / "mixed.py", tmp_path / "spread.prism", [str(tmp_path / "seen")], num_ranks=8, roles="auto",
+        machines=[("a", 1), ("b", 1)], payloads=PayloadMode.NONE, say=said.append,
+    )  # fmt: skip
+    assert "2 slots over 2 machines" in said and any("5 of 8 ranks run" in line for line in said)
+    for path in (jobs.folder / "roles").iterdir():
+        assert (tmp_path / "seen" / path.name).read_text() == path.read_text()
+    assert result.output is not None and not has_errors(validate(result.output))
+    with TraceReader(result.output) as reader:
+        assert reader.ranks == tuple(range(8)) and json.loads(reader.metadata["roles.disagreements"]) == []
 
 
 def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:

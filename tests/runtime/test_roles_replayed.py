@@ -131,3 +131,4 @@ def test_what_was_grown_and_never_ran_is_refused(jobs: Launches, recorded: Launc
         ended = jobs.run(verb, jobs.folder / "mixed.py", (), options=["--graph", str(tmp_path / "grown.prism")])
         assert ended.code == 2
         assert "grown by prism expand" in ended.err
+        assert "record the larger job by roles, which takes as many processes" in ended.err

@@ -5,6 +5,7 @@ from __future__ import annotations
 from prism_sdk.abc import CalibrationStrategy, ReplayBackend
 from prism_sdk.builtin.gloo import GlooBackend
 from prism_sdk.builtin.local import LocalBackend
+from prism_sdk.builtin.nccl import NcclBackend
 from prism_sdk.builtin.slices import Slices
 from prism_sdk.plugins import PluginManager
 from prism_sdk.settings import Settings
@@ -17,6 +18,7 @@ def test_the_box_is_not_empty_and_not_broken() -> None:
         ("slices", "ok", "built-in"),
         ("local", "ok", "built-in"),
         ("gloo", "ok", "built-in"),
+        ("nccl", "ok", "built-in"),
         ("primus", "ok", "built-in"),
     ]
     assert isinstance(manager.strategy("slices"), Slices)
@@ -41,3 +43,8 @@ class TestLocal(ReplayBackendContract):
 class TestGloo(ReplayBackendContract):
     def make_backend(self) -> ReplayBackend:
         return GlooBackend()
+
+
+class TestNccl(ReplayBackendContract):
+    def make_backend(self) -> ReplayBackend:
+        return NcclBackend()

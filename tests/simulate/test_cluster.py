@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 import tomllib
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +30,7 @@ from prism_sdk.cluster import (
 )
 from prism_sdk.cluster.estimate import FITTED, MODELLED, interpolation_error_percent, model_ns
 from prism_sdk.errors import UnreadableError, UsageError
-from prism_sdk.simulate import load, simulate
+from prism_sdk.simulate import Scenario, load, simulate
 from prism_sdk.simulate.transfers import with_cluster
 from prismtrace import DType, GraphKind, Op
 from tests.graph.jobs import Program
@@ -201,6 +204,48 @@ def test_transfers_of_a_job_come_from_the_profile(tmp_path: Path) -> None:
         with_cluster(load(path), parse_cluster(_with("cluster", name="small", num_nodes=1)))
 
 
+@pytest.mark.parametrize(
+    ("change", "section", "values"),
+    [
+        ("network.bandwidth_gb_per_s=x0.5", "network", {"bandwidth_gb_per_s": 5}),
+        ("network.nics_per_node=x0.5", "network", {"nics_per_node": 2}),
+        ("network.oversubscription=4", "network", {"oversubscription": 4}),
+        ("nvlink.bandwidth_gb_per_s=25", "nvlink", {"bandwidth_gb_per_s": 25}),
+    ],
+)
+def test_a_changed_link_is_as_in_a_profile_that_has_it(
+    tmp_path: Path, change: str, section: str, values: dict[str, Any]
+) -> None:
+    profile, path = tmp_path / "two.toml", _job(tmp_path / "job.prism")
+    profile.write_text(format_cluster(parse_cluster(MINIMAL)))
+    other = parse_cluster({key: {**part, **(values if key == section else {})} for key, part in MINIMAL.items()})
+    times = [round(model_ns(other, Op.ALL_REDUCE, num_bytes=4 << 20, shape=Shape(ranks=ranks, nodes=nodes))[0])
+             for ranks, nodes in ((4, 1), (8, 2))]  # fmt: skip
+    changed = Scenario(cluster=str(profile), link=(change,)).run(path)
+    assert changed.length_ns == pytest.approx(2 * (1000 + times[0] + 1000 + times[1]), abs=4)  # each is rounded twice
+    assert changed.length_ns > Scenario(cluster=str(profile)).run(path).length_ns
+
+
+@pytest.mark.parametrize("step", [2, 4, 8])
+@pytest.mark.parametrize(("base_us", "gb_per_s"), [(20, 100), (50, 400), (10, 10)])
+def test_the_stated_error_is_that_between_the_points(step: int, base_us: int, gb_per_s: int) -> None:
+    """Against times that are known everywhere: latency and bandwidth, measured at few sizes."""
+
+    def time_ns(num_bytes: float) -> float:
+        return base_us * 1e3 + num_bytes / gb_per_s
+
+    sizes = [1024 * step**power for power in range(int(20 / np.log2(step)))]
+    shape = Shape(ranks=4, nodes=1)
+    table = Table(op=Op.ALL_REDUCE, shape=shape, size_bytes=tuple(sizes), time_ns=tuple(map(time_ns, sizes)))
+    cluster = replace(parse_cluster(MINIMAL), tables=(table,))
+    errors = []
+    for size in (round(np.sqrt(one * other)) for one, other in pairwise(sizes)):
+        found = estimate(cluster, Op.ALL_REDUCE, num_bytes=size, shape=shape)
+        errors.append(100 * abs(found.time_ns / time_ns(size) - 1))
+        assert found.provenance == FITTED
+    assert 0.75 * np.mean(errors) <= interpolation_error_percent(table) <= 1.5 * np.mean(errors)
+
+
 def test_a_fitted_trace_gives_its_transfers_back(tmp_path: Path) -> None:
     cluster = parse_cluster(MINIMAL)
     timeline = simulate(with_cluster(load(_job(tmp_path / "job.prism")), cluster))
@@ -230,6 +275,11 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     job = _job(tmp_path / "job.prism")
     assert run(["simulate", str(job), "--cluster", mine, "-o", str(tmp_path / "out.prism")]) == 0
     assert "modelled" in capsys.readouterr().out
+    observed, fitted = str(tmp_path / "out.prism"), str(tmp_path / "fitted.toml")
+    assert run(["cluster", "fit", mine, "--trace", observed, "-o", fitted]) == 0
+    assert "trace out.prism" in capsys.readouterr().out
+    assert run(["simulate", str(job), "--cluster", fitted]) == 0
+    assert "fitted" in capsys.readouterr().out, "provenance of what the critical path consists of"
     assert run(["simulate", str(job), "--cluster", "nowhere"]) == 2
     assert "there are: a100-sxm, h100-sxm, h200-sxm" in capsys.readouterr().err
     assert run(["cluster", "fit", mine]) == 2

@@ -73,6 +73,32 @@ def test_what_was_observed_comes_out_again(seed: int) -> None:
         assert timeline.step_time_ns == pytest.approx(timeline.job.recorded_step_ns)
 
 
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32))
+def test_host_clocks_come_out_again_whatever_was_dated(seed: int) -> None:
+    """On a busy machine a thread is put aside between what happens and its date: completions are then dated behind the
+    wait that found them, before the post of another member, or not at all. The clocks of hosts hold nevertheless."""
+    program, random = random_program(seed), np.random.default_rng(seed)
+    seen = Program(program.world_size, {g: tuple(group.ranks) for g, group in program.groups.items()})
+    expected, origin = {}, 2**62
+    for rank, rows in program.rows.items():
+        clock, hosts = int(random.integers(0, 50)), []
+        for row in rows:
+            dated = {n: v for n, v in row.items() if n not in ("gap_ns", "transfer_ns", "start_ns", "end_ns")}
+            lasts = int(random.integers(0, 40))
+            dated["start_ns"] = clock + int(random.integers(0, 3))
+            if row["kind"] in (1, 5):
+                dated["end_ns"] = clock = dated["start_ns"] + lasts
+                expected[rank, len(seen.rows[rank])] = clock
+                hosts.append(dated)
+            elif random.random() < 0.7:
+                dated["end_ns"] = dated["start_ns"] + 3 * lasts
+            seen.rows[rank].append(dated)
+        origin = min(origin, *(row["start_ns"] for row in seen.rows[rank][:1] + hosts[:1]))
+    found = rows_of(_timeline(seen, kind=GraphKind.OBSERVED))
+    assert {place: found[place][1] + origin for place in expected} == expected
+
+
 def test_an_operation_that_a_wait_found_complete_was_so_for_this_rank() -> None:
     """Whose own completion nobody dated: it is not that of the member that was told last."""
     program = Program(2, {1: (0, 1)})

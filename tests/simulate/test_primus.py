@@ -13,6 +13,7 @@ from prism_sdk.cli.main import run
 from prism_sdk.simulate import Scenario, load, simulate
 
 DUMP = Path(__file__).parent / "data" / "primus-pp8"
+INTERLEAVED = Path(__file__).parents[1] / "analysis" / "data" / "primus_pp8_vpp2.json"
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +24,29 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_every_step_is_as_recorded(job: Path) -> None:
+@pytest.fixture(scope="module")
+def interleaved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps with two model chunks a stage, as a dump again."""
+    folder = tmp_path_factory.mktemp("interleaved") / "vpp2"
+    folder.mkdir()
+    published = json.loads(INTERLEAVED.read_text())
+    (folder / "config.json").write_text(json.dumps(published["config"]))
+    for rank, steps in published["ranks"].items():
+        (folder / f"pp_rank_{rank}.json").write_text(json.dumps(steps))
+    return folder
+
+
+def test_every_step_is_as_recorded(job: Path, interleaved: Path) -> None:
+    _check_steps(job, DUMP)
+    path = interleaved.with_suffix(".prism")
+    assert run(["convert", str(interleaved), "-o", str(path)]) == 0
+    _check_steps(path, interleaved)
+
+
+def _check_steps(job: Path, dump_folder: Path) -> None:
     timeline = simulate(load(job))
     ends = timeline.step_end_ns[: timeline.step_offsets[-1]].reshape(8, -1).max(axis=0) / 1e6
-    dumps = [json.loads((DUMP / f"pp_rank_{rank}.json").read_text()) for rank in range(8)]
+    dumps = [json.loads((dump_folder / f"pp_rank_{rank}.json").read_text()) for rank in range(8)]
     recorded = [max(dump[step]["total"] for dump in dumps) for step in dumps[0]]
     np.testing.assert_allclose(np.diff(ends, prepend=0), recorded, rtol=0.001)
 

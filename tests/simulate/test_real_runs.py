@@ -16,22 +16,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize(
     ("script", "ranks", "options"),
     [
-        ("train_ddp.py", 2, ["--steps", "4", "--layers", "3"]),  # steps far longer than what a busy machine adds
+        ("train_ddp.py", 2, ["--steps", "4", "--layers", "3"]),
         ("train_pipeline_1f1b.py", 4, ["--steps", "3"]),
     ],
 )
 def test_a_real_run_gives_its_own_step_time_again(tmp_path: Path, script: str, ranks: int, options: list[str]) -> None:
-    """Of three runs at most: where a machine is so busy that a thread is put aside between two points that are dated
-    together, steps move by more than the bound."""
-    errors = []
-    for attempt in range(3):
-        path = tmp_path / f"real-{attempt}.prism"
-        words = ["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]
-        assert run(words) == 0
-        errors.append(largest_error(path))
-        if errors[-1] <= 0.001:
-            return
-    pytest.fail(f"steps are off by {errors}, 0.001 is allowed")
+    """However busy the machine is: what it did is in the trace."""
+    path = tmp_path / "real.prism"
+    words = ["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]
+    assert run(words) == 0
+    assert largest_error(path) <= 0.001
 
 
 def largest_error(path: Path) -> float:

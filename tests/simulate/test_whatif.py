@@ -17,6 +17,7 @@ from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate import Scenario, load, simulate, summarise
 from prism_sdk.simulate.changes import ExpertSkew
+from prism_sdk.simulate.scenario import parse_straggle
 from prismtrace import GraphKind, Op, UnitKind
 from tests.graph.jobs import Program, random_program
 from tests.simulate.pipelines import BACKWARD_NS, FORWARD_NS, pipeline
@@ -127,6 +128,8 @@ def test_a_changed_job_can_be_written_and_read(tmp_path: Path) -> None:
     out = tmp_path / "out.prism"
     assert run(["simulate", str(path), "--dp", "3", "--schedule", "gpipe", "--slow", "rank=4:1.2", "-o", str(out)]) == 0
     direct = Scenario(dp=3, schedule="gpipe", slow=("rank=4:1.2",)).run(path)
+    recorded = pipeline(tmp_path / "so.prism", replicas=3, schedule="gpipe")
+    assert rows_of(direct) == rows_of(Scenario(slow=("rank=4:1.2",)).run(recorded)), "combined is as if recorded so"
     assert run(["validate", str(out)]) == 0
     again = simulate(load(out))
     np.testing.assert_array_equal(np.sort(again.end_ns), np.sort(direct.end_ns))
@@ -141,6 +144,48 @@ def test_random_stragglers_repeat_by_seed(tmp_path: Path) -> None:
     for distribution in ("pareto", "uniform"):
         assert Scenario(straggle=(f"{distribution}:0.5",)).run(path).step_time_ns > base
     assert Scenario(straggle=("normal:0.0",)).run(path).step_time_ns == base
+
+
+def _alone(path: Path, *, ranks: int, units: int, work: int = 1_000_000) -> Path:
+    """One step of `units` units of computing on each rank, and a barrier that takes no time."""
+    program = Program(ranks, {1: tuple(range(ranks))})
+    for step in range(2):
+        program.step = step
+        for rank in range(ranks):
+            for _ in range(units):
+                program.compute(rank, work)
+        for rank, unit in program.collective(1, lambda _: 0, op=Op.BARRIER).items():
+            program.wait(rank, unit)
+    return write(path, program.rows, program.groups, kind=GraphKind.CALIBRATED)
+
+
+@pytest.mark.parametrize(
+    ("distribution", "mean", "deviation"),
+    [
+        ("normal", 1.0, 0.2),
+        ("uniform", 1 + 0.2 / 2, 0.2 / np.sqrt(12)),
+        ("lognormal", np.exp(0.2**2 / 2), np.exp(0.2**2 / 2) * np.sqrt(np.expm1(0.2**2))),
+        ("pareto", 1 + 0.2 / 2, 0.2 * np.sqrt(3 / 4)),  # of Lomax with shape 3
+    ],
+)
+def test_stragglers_have_the_distribution_that_was_asked_for(
+    tmp_path: Path, distribution: str, mean: float, deviation: float
+) -> None:
+    path = _alone(tmp_path / "job.prism", ranks=2, units=4000)
+    timeline = Scenario(straggle=(f"{distribution}:0.2:seed=5:per=unit:rank=1",)).run(path)
+    mine = [end - start for (rank, _), (start, end) in sorted(rows_of(timeline).items()) if rank == 1]
+    factors = np.array(mine).reshape(2, 4002)[:, :4000] / 1e6  # behind them the barrier, and the wait for it
+    assert factors.mean() == pytest.approx(mean, abs=4 * deviation / np.sqrt(factors.size))
+    assert factors.std() == pytest.approx(deviation, rel=0.1 if distribution != "pareto" else 0.3)
+
+
+def test_a_step_waits_for_the_largest_of_all_factors(tmp_path: Path) -> None:
+    """The expected largest of n uniform factors between 1 and 1 + s is 1 + s * n / (n + 1)."""
+    path, num_ranks, spread = _alone(tmp_path / "job.prism", ranks=7, units=1), 7, 0.5
+    base = load(path)
+    steps = [simulate(parse_straggle(f"uniform:{spread}:seed={seed}").apply(base)).step_time_ns for seed in range(300)]
+    deviation = spread * np.sqrt(num_ranks / ((num_ranks + 1) ** 2 * (num_ranks + 2)))
+    assert np.mean(steps) / 1e6 == pytest.approx(1 + spread * num_ranks / (num_ranks + 1), abs=4 * deviation / 300**0.5)
 
 
 def test_without_stragglers_all_units_of_a_kind_take_equally_long(tmp_path: Path) -> None:
@@ -204,15 +249,6 @@ def test_what_cannot_be_understood_is_named(
     path = pipeline(tmp_path / "job.prism")
     assert run(["simulate", str(path), *options]) == 2
     assert re.search(words, capsys.readouterr().err)
-
-
-def test_links(tmp_path: Path) -> None:
-    path = pipeline(tmp_path / "job.prism", stages=1, replicas=16)
-    full = Scenario(cluster="a100-sxm").run(path)
-    half = Scenario(cluster="a100-sxm", link=("network.bandwidth_gb_per_s=x0.5", "nvlink.bandwidth_gb_per_s=x0.5")).run(
-        path
-    )
-    assert half.step_time_ns > full.step_time_ns
 
 
 def test_a_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

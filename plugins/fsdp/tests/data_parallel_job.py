@@ -102,8 +102,8 @@ def main() -> None:
             step += 1
         with torch.no_grad():
             model(torch.zeros(1, WIDTH))  # an evaluation is no microbatch
-    if "TORCH_FR_BUFFER_SIZE" in os.environ and dist.get_rank() == 0:  # what torch's own flight recorder saw
-        seen = json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
+    if "TORCH_FR_BUFFER_SIZE" in os.environ and dist.get_rank() == 0:  # what torch's own flight recorder saw of gloo
+        seen = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
         print("flight recorder", json.dumps([entry["profiling_name"] for entry in seen]), flush=True)
     dist.destroy_process_group()
 

@@ -60,7 +60,7 @@ def make_config(args: argparse.Namespace) -> TransformerConfig:
         tensor_model_parallel_size=args.tp, pipeline_model_parallel_size=args.pp,
         virtual_pipeline_model_parallel_size=args.chunks, expert_model_parallel_size=args.ep,
         pipeline_dtype=torch.float32, gradient_accumulation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, persist_layer_norm=False, **options,
+        masked_softmax_fusion=False, persist_layer_norm=False, deallocate_pipeline_outputs=True, **options,
     )  # fmt: skip
 
 

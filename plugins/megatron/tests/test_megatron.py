@@ -16,7 +16,17 @@ from prismtrace_megatron.experts import skew_bias
 
 import prismtrace
 from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.testing import FrameworkAdapterContract, Launched, Launches, NamedUnit, losses, unit_order, used_groups
+from prism_sdk.testing import (
+    FrameworkAdapterContract,
+    Launched,
+    Launches,
+    NamedUnit,
+    Route,
+    losses,
+    run_route,
+    unit_order,
+    used_groups,
+)
 from prismtrace import Op
 
 JOB = Path(__file__).parent / "megatron_job.py"
@@ -192,29 +202,37 @@ def test_tokens_of_experts_agree_with_the_splits(mixed: Job) -> None:
         assert per_member <= {tuple(one) for one in splits(mixed.launched.trace, rank)}
 
 
-def test_a_skew_moves_tokens_to_the_first_experts(launches: Launches, mixed: Job) -> None:
-    arguments = ["--ep", "2", "--moe", "--microbatches", "2"]
-    skewed = Job(launches.record(JOB, arguments, num_ranks=2, options=[*ON_CPU, "--moe-skew", "3"]))
-    for rank in range(2):
+@pytest.fixture(scope="module")
+def route(launches: Launches) -> Route:
+    """Two stages, experts on two ranks with skewed routing, all that is sharded overlapped; on the whole way."""
+    arguments = ["--pp", "2", "--ep", "2", "--moe", "--sharded", "--microbatches", "2"]
+    return run_route(launches, JOB, arguments, sandbox=(0, 3), options=[*ON_CPU, "--moe-skew", "3"])
+
+
+def test_a_skew_moves_tokens_to_the_first_experts(route: Route, mixed: Job) -> None:
+    for rank in range(4):
         before, after = (
-            [sum(column) for column in zip(*tokens(job.launched.trace, rank), strict=True)] for job in (mixed, skewed)
+            [sum(column) for column in zip(*tokens(trace, rank), strict=True)]
+            for trace in (mixed.launched.trace, route.recorded.trace)
         )
         before = [count * sum(after) / sum(before) for count in before]
         assert after[0] > 1.5 * before[0] and after[3] < before[3] / 2
     assert skew_bias(3, 0) == [0, 0, 0]
-    with prismtrace.TraceReader(skewed.launched.trace) as reader:
+    with prismtrace.TraceReader(route.recorded.trace) as reader:
         assert reader.metadata["job.moe_skew"] == "3.0"
-        assert reader.metadata["rank.0.fidelity"] == "full"
 
 
 @pytest.mark.slow
-def test_sharded_optimizer_is_named_calibrated_and_emulated(launches: Launches) -> None:
-    arguments = ["--sharded", "--microbatches", "2"]
-    recorded = launches.record(JOB, arguments, num_ranks=2, options=ON_CPU)
-    order = unit_order(recorded.trace, 1, step=1)
+def test_four_ranks_are_observed_recorded_calibrated_and_emulated(route: Route) -> None:
+    route.check_names()
+    route.check_emulation()
+    assert losses(route.observed.out) == pytest.approx(losses(route.recorded.out), rel=1e-4)
+    for rank in route.sandbox:
+        assert tokens(route.emulated.trace, rank) == tokens(route.recorded.trace, rank)
+
+
+def test_a_sharded_optimizer_gathers_parameters_and_reduces_gradients(route: Route) -> None:
+    order = unit_order(route.recorded.trace, 1, step=1)
     gathers = [unit for unit in order if unit.op == "all_gather" and unit.part == "param_gather"]
     syncs = [unit for unit in order if unit.op == "reduce_scatter" and unit.part == "grad_sync"]
     assert gathers and syncs and {unit.microbatch for unit in syncs} <= {1, None}
-    graph = launches.calibrate(recorded.trace, JOB, arguments).trace
-    emulated = launches.emulate(graph, JOB, arguments, sandbox="1")
-    assert losses(emulated.out) == losses(recorded.out) != []

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import click
-
 from prism_sdk.cli.commands.record import SLOTS
+from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.launching import launch_command, option
 from prism_sdk.runtime.config import LaunchMode
 
@@ -13,18 +12,16 @@ BACKEND = option(
     "--backend", metavar="NAME", help="How virtual ranks are replayed; `prism plugins` lists them.  [default: local]"
 )
 
-ENGINE = option(
-    "--engine", type=click.Choice(["ray"]),
-    help="Spread the slices over the machines of a Ray cluster, which share the folder of the output. What is "
-    "finished is kept there until the end: the same command goes on after an interruption.",
-)  # fmt: skip
-ADDRESS = option("--address", metavar="HOST:PORT", help="Of the Ray cluster.  [default: a new one on this machine]")
+_SPREAD = (
+    "Spread the slices over the machines of a Ray cluster, which share the folder of the output. What is finished is "
+    "kept there until the end: the same command goes on after an interruption."
+)
 
 
 @launch_command(
     LaunchMode.CALIBRATE,
     output="calibrated.prism",
-    extra=[SLOTS, STRATEGY, BACKEND, ENGINE, ADDRESS],
+    extra=[SLOTS, STRATEGY, BACKEND, engine_option(_SPREAD), ADDRESS],
     graph="The bare graph, from `prism record`.",
 )
 def command() -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.commands.observe import DEVICE_MEMORY, PAYLOADS
+from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.launching import launch_command, option
-from prism_sdk.cli.parsing import SIZE
+from prism_sdk.cli.parsing import RANKS, SIZE
 from prism_sdk.runtime.config import DEFAULT_SAMPLES, LaunchMode
 
 SLOTS = option(
@@ -47,11 +48,23 @@ SAMPLES = option(
     help="With --roles: run so many ranks more, to verify that ranks of one role do the same. "
     f" [default: {DEFAULT_SAMPLES}]",
 )
+SAMPLE_RANKS = option(
+    "--sample-ranks",
+    type=RANKS,
+    help="With --roles: run these ranks too, e.g. 8,40-41, with those whom they meet in groups that tell roles apart, "
+    "so that what follows from their own data is recorded; --samples is 0 then unless given.",
+)
+
+_SPREAD = (
+    "Run the ranks on the machines of a Ray cluster, one slot a CPU, which share the folder of the output and have the "
+    "script at the same place. If a machine goes away the job begins again on the others."
+)
 
 
 @launch_command(
     LaunchMode.RECORD, output="bare.prism",
-    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK],
+    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK,
+           engine_option(_SPREAD), ADDRESS],
 )  # fmt: skip
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from prism_sdk.cli.output import echo_json
+from prism_sdk.cli.output import Ticker, echo_json
 from prism_sdk.cli.outputs import check_output, overwrite_option
 from prism_sdk.cli.parsing import STEPS
 from prism_sdk.cli.simulated import echo_report
@@ -25,9 +25,11 @@ from prism_sdk.runtime.config import StepRange
 @what_if_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the timeline of all ranks as a trace.")
 @overwrite_option
+@click.option("-q", "--quiet", is_flag=True, help="Do not say how far it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
-    file: Path, steps: StepRange | None, output: Path | None, overwrite: bool, as_json: bool, **changes: Any
+    file: Path, steps: StepRange | None, output: Path | None, overwrite: bool, quiet: bool, as_json: bool,
+    **changes: Any,
 ) -> int:  # fmt: skip
     """Predict step time, bubbles and exposed communication of a job from its execution graph; no program runs.
 
@@ -42,7 +44,7 @@ def command(
         prism simulate graph.prism --cluster h100-sxm --link network.bandwidth_gb_per_s=x0.5
         prism simulate graph.prism --dp 64 --microbatches 32 --cluster mine.toml -o timeline.prism
     """
-    from prism_sdk.simulate import simulate, summarise, write_timeline
+    from prism_sdk.simulate import summarise, write_timeline
 
     if output is not None:
         check_output(output, overwrite=overwrite, sources=[file])
@@ -50,12 +52,16 @@ def command(
     scenario = scenario_of(changes)
     before = None
     if not scenario.is_empty:
-        before = summarise(scenario.unchanged.run(file, steps=chosen))
-    timeline = simulate(scenario.job(file, steps=chosen))
+        progress = None if quiet else Ticker(f"reading {file}, unchanged", of="ranks")
+        before = summarise(scenario.unchanged.run(file, steps=chosen, progress=progress))
+    progress = None if quiet else Ticker(f"reading {file}", of="ranks")
+    timeline = scenario.run(file, steps=chosen, progress=progress)
     report = summarise(timeline, base_step_ns=None if before is None else before.step_time_ns)
     if output is not None:
         facts = {f"simulate.{key}": repr(value) for key, value in changes.items() if value not in ((), None)}
-        write_timeline(timeline, output, metadata=facts, keep_columns=not scenario.is_structural and chosen is None)
+        progress = None if quiet else Ticker(f"writing {output}", of="ranks")
+        keeps = not scenario.is_structural and chosen is None
+        write_timeline(timeline, output, metadata=facts, keep_columns=keeps, progress=progress)
     if as_json:
         echo_json({"report": report, "unchanged": before} if before is not None else {"report": report})
     else:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from prism_sdk.cli.output import echo_json, format_ns
+from prism_sdk.cli.output import Ticker, echo_json, format_ns
 from prism_sdk.cli.outputs import check_output
 from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW
 from prism_sdk.errors import ExitCode, UsageError
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--drop-payloads", is_flag=True, help="Leave payloads out.")
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not say how far it is.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(
     source: Path,
@@ -44,6 +45,7 @@ def command(
     window: tuple[int | None, int | None, bool] | None,
     drop_payloads: bool,
     overwrite: bool,
+    quiet: bool,
     as_json: bool,
 ) -> int:
     """Cut a smaller, valid trace out of a trace, by rank, step and time. All conditions must hold.
@@ -76,6 +78,7 @@ def command(
             keep_payloads=not drop_payloads,
             allow_empty=False,
             overwrite=overwrite,
+            progress=None if quiet else Ticker(f"cutting {source}", of="ranks"),
         )
     except prismtrace.TraceUsageError as error:
         raise UsageError(str(error), hint="`prism info` shows the steps, `prism cat` the times") from error

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.output import Ticker, echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.cli.parsing import STEPS
 from prism_sdk.cli.whatif import expand_variants
@@ -14,7 +16,7 @@ from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.runtime.config import StepRange
 
 if TYPE_CHECKING:
-    from prism_sdk.simulate.report import Report
+    from prism_sdk.simulate import Scenario
 
 
 @click.command("sweep")
@@ -23,7 +25,13 @@ if TYPE_CHECKING:
               help="Options of `prism simulate`; {a,b} stands for several, in all combinations.")  # fmt: skip
 @click.option("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_json: bool) -> int:
+@engine_option("Simulate the variants on the machines of a Ray cluster, which share the folder of the file. What is "
+               "finished is kept there until the end: the same command goes on after an interruption.")  # fmt: skip
+@ADDRESS
+def command(
+    file: Path, variants: tuple[str, ...], steps: StepRange | None, as_json: bool, engine: str | None,
+    address: str | None,
+) -> int:  # fmt: skip
     """Compare variants of a job in one table; the first row is the job as it is.
 
     \b
@@ -31,39 +39,48 @@ def command(file: Path, variants: tuple[str, ...], steps: StepRange | None, as_j
         prism sweep graph.prism --variant '--slow rank=17:{1.1,1.3,1.5}'
         prism sweep graph.prism --variant 'today=--cluster a.toml' --variant 'new=--cluster b.toml --dp {32,64}'
     """
-    from prism_sdk.simulate import Scenario, summarise
+    from prism_sdk.simulate import Scenario
 
     if not variants:
         raise UsageError("there is nothing to compare", hint="give --variant '--slow rank=0:1.2', as often as you like")
+    if address is not None and engine is None:
+        raise UsageError("--address is that of an engine's cluster: give --engine ray too")
     chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
-    reports: list[tuple[str, Report]] = []
-    tell = Ticker(f"simulating {file}", of="variants")
-    for number, (name, scenario) in enumerate(named):
-        tell(number, len(named))
-        base = reports[0][1].step_time_ns if reports else None
-        reports.append((name, summarise(scenario.run(file, steps=chosen), base_step_ns=base)))
+    reports = _reports(file, named, chosen, engine=engine, address=address)
     if as_json:
-        echo_json([{"variant": name, "report": report} for name, report in reports])
+        echo_json([{"variant": name, "report": report} for (name, _), report in zip(named, reports, strict=True)])
         return ExitCode.OK
-    first = reports[0][1].step_time_ns
+    first = reports[0]["step_time_ns"]
     rows = []
-    for name, report in reports:
-        change = 100.0 * (report.step_time_ns / first - 1.0) if first else 0.0
-        shares = report.shares
-        straggler = f"rank {report.stragglers[0].rank}" if report.stragglers else "-"
-        between = "-"
-        if report.interval is not None:
-            between = f"{format_ns(report.interval.low)} to {format_ns(report.interval.high)}"
-        is_part = report.world_size > report.num_ranks
-        num_ranks = f"{report.num_ranks} of {report.world_size}" if is_part else report.num_ranks
-        rows.append([name, num_ranks, format_ns(report.step_time_ns), f"{change:+.2f} %", between,
-                     *(f"{value:.1f} %" for value in (shares.busy_percent, shares.bubble_percent,
-                                                      shares.imbalance_percent, shares.exposed_percent)),
-                     straggler, format_bytes(report.memory_peak_bytes)])  # fmt: skip
+    for (name, _), report in zip(named, reports, strict=True):
+        change = 100.0 * (report["step_time_ns"] / first - 1.0) if first else 0.0
+        shares, interval = report["shares"], report["interval"]
+        straggler = f"rank {report['stragglers'][0]['rank']}" if report["stragglers"] else "-"
+        between = "-" if interval is None else f"{format_ns(interval['low'])} to {format_ns(interval['high'])}"
+        is_part = report["world_size"] > report["num_ranks"]
+        num_ranks = f"{report['num_ranks']} of {report['world_size']}" if is_part else report["num_ranks"]
+        rows.append([name, num_ranks, format_ns(report["step_time_ns"]), f"{change:+.2f} %", between,
+                     *(f"{shares[f'{part}_percent']:.1f} %" for part in ("busy", "bubble", "imbalance", "exposed")),
+                     straggler, format_bytes(report["memory_peak_bytes"])])  # fmt: skip
     headers = ["variant", "ranks", "step time", "change", "95% interval", "busy", "bubble", "imbalance", "exposed",
                "straggler", "memory"]  # fmt: skip
     echo_table(headers, rows, right=tuple(range(1, 9)))
-    for note in reports[0][1].notes:
+    for note in reports[0]["notes"]:
         click.echo(f"note: {note}")
     return ExitCode.OK
+
+
+def _reports(
+    file: Path, named: Sequence[tuple[str, Scenario]], steps: range | None, *, engine: str | None, address: str | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    from prism_sdk.cli.sweeping import report_of, sweep_on_cluster
+
+    if engine is not None:
+        return sweep_on_cluster(file, named, steps, address=address)
+    reports: list[dict[str, Any]] = []
+    tell = Ticker(f"simulating {file}", of="variants")
+    for number, (_, scenario) in enumerate(named):
+        tell(number, len(named))
+        reports.append(report_of(file, scenario, steps, reports[0]["step_time_ns"] if reports else None))
+    return reports

@@ -67,7 +67,8 @@ function makeTimeline(root) {
         const [colour, kind, ink, label] = styles[row.trace][t.klass[i]];
         const sy = lane ? y + h * 0.72 : y, sh = lane ? h * 0.28 : h * 0.7, w = Math.max(b - a, 0.6);
         const hit = found ? found.has(row.trace, i) : true;
-        c.globalAlpha = (only && !critical) || !hit ? 0.14 : 1;
+        const alpha = (only && !critical) || !hit ? 0.14 : 1;
+        c.globalAlpha = alpha;
         c.fillStyle = pattern(colour, kind);
         c.fillRect(a, sy, w, sh);
         if (critical) {
@@ -82,7 +83,7 @@ function makeTimeline(root) {
           c.textBaseline = "middle";
           c.textAlign = "left";
           const size = c.measureText(label).width + 6;
-          if (kind) { c.globalAlpha = 0.85; c.fillStyle = colour; c.fillRect(Math.max(a, left) + 1, sy + sh * 0.12, size, sh * 0.76); c.globalAlpha = 1; c.fillStyle = ink; }
+          if (kind) { c.globalAlpha = 0.85 * alpha; c.fillStyle = colour; c.fillRect(Math.max(a, left) + 1, sy + sh * 0.12, size, sh * 0.76); c.globalAlpha = alpha; c.fillStyle = ink; }
           c.fillText(label, Math.max(a, left) + 4, sy + sh / 2);
         }
         if (chosen && chosen.row === r && chosen.i === i) {

@@ -16,6 +16,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+from prism_sdk.runtime.oncuda.driver import libcuda
+
 __all__ = ["Checkpointer", "main"]
 
 _CODE = "import sys; from prism_sdk.runtime.oncuda.checkpoint import main; sys.exit(main(int(sys.argv[1])))"
@@ -97,7 +99,7 @@ def main(fd: int) -> int:
 
 def _driver() -> ctypes.CDLL | None:
     with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
+        driver = libcuda()
         driver.cuCheckpointProcessLock  # noqa: B018 - older drivers do not have it
         if driver.cuInit(0) == 0:
             return driver

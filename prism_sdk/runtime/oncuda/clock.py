@@ -28,7 +28,7 @@ class Mark(int):
 
     event: Any
     stream: int
-    time_ns: int | None
+    time_ns: int | None = None
     seen_ns: int = 0
     """When somebody who polls saw the GPU just behind this point, if anybody does."""
 
@@ -70,13 +70,26 @@ class DeviceClock:
         now = time.monotonic_ns()
         return self._mark(now, self.main) if self._is_ready() else now
 
+    def points(self) -> tuple[int, Mark | None]:
+        """What `mark` and `beside` give one after the other, with one look at device and stream."""
+        now = time.monotonic_ns()
+        if not self._is_ready():
+            return now, None
+        mark, stream = self._mark(now, self.main), current_stream(self._device)
+        return mark, None if stream == self.main else self._mark_beside(stream)
+
+    def again(self, mark: Mark) -> Mark:
+        """The point that the stream of `mark` has got to now."""
+        return self._mark(time.monotonic_ns(), mark.stream)
+
     def beside(self) -> Mark | None:
         """This point on the current stream, where that is another than the main one; None where it is not."""
         if not self._is_ready():
             return None
         stream = current_stream(self._device)
-        if stream == self.main:
-            return None
+        return None if stream == self.main else self._mark_beside(stream)
+
+    def _mark_beside(self, stream: int) -> Mark:
         if stream not in self._streams:
             self._streams[stream] = torch.cuda.current_stream()
         return self._mark(time.monotonic_ns(), stream)
@@ -104,12 +117,12 @@ class DeviceClock:
 
     def _mark(self, now: int, stream: int) -> Mark:
         mark = Mark(now)
-        mark.event = self._spare.pop() if self._spare else Event(enable_timing=True)
-        mark.event.record(self._streams[stream])
+        mark.event = event = self._spare.pop() if self._spare else Event(enable_timing=True)
+        event.record(self._streams[stream])
         mark.stream = stream
-        mark.time_ns = None
-        if self._periods and now - self._periods[-1].first < PERIOD_NS:
-            self._periods[-1].marks.append(mark)
+        periods = self._periods
+        if periods and now - (period := periods[-1]).first < PERIOD_NS:
+            period.marks.append(mark)
         else:
             self._periods.append(Period(mark))
             self.first_host_ns = self.first_host_ns or now

@@ -1,12 +1,14 @@
-"""The few functions of the CUDA driver that torch does not offer, through ctypes.
+"""The functions of the CUDA driver that torch does not offer, through ctypes: the one place that opens libcuda.
 
-Responsible for calling them and for turning their errors into one of Prism's; what they are used for is holding.py's.
-The calling thread must have torch's context current: any call of torch on the device before sees to that.
+Responsible for calling them and for turning their errors into one of Prism's; what they are used for is not decided
+here. It needs no torch. Where a function wants a context, the calling thread must have torch's current: any call of
+torch on the device before sees to that.
 """
 
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 from prism_sdk.errors import RunError
@@ -14,6 +16,12 @@ from prism_sdk.errors import RunError
 _NON_BLOCKING = 1
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ
 _HOST_PORTABLE_MAPPED = 1 | 2
+
+
+@cache
+def libcuda() -> ctypes.CDLL:
+    """The driver's library, which opens no device by itself. Raises OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class DriverError(RunError):
@@ -24,17 +32,27 @@ class DriverError(RunError):
         self.function, self.code = function, code
 
 
+class DeviceMemory:
+    """A block of device memory that torch takes over as it is."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
 class Driver:
-    """libcuda, loaded; needs a device."""
+    """What is done with streams and memory of a device; needs one. Raises OSError or AttributeError without."""
 
     def __init__(self) -> None:
-        self._cuda = ctypes.CDLL("libcuda.so.1")
+        self._cuda = libcuda()
         u64, u32, ptr, size = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t
         self._wait = self._function("cuStreamWaitValue32_v2", ptr, u64, u32, u32)
         self._write = self._function("cuStreamWriteValue32_v2", ptr, u64, u32, u32)
         self._register = self._function("cuMemHostRegister_v2", ptr, size, u32)
         self._device_pointer = self._function("cuMemHostGetDevicePointer_v2", ptr, ptr, u32)
         self._alloc = self._function("cuMemAlloc_v2", ptr, size)
+        self._free_bytes = self._function("cuMemGetInfo_v2", ptr, ptr)
         self._copy_in = self._function("cuMemcpyHtoDAsync_v2", u64, ptr, size, ptr)
         self._create_stream = self._function("cuStreamCreateWithPriority", ptr, u32, ctypes.c_int)
         self._priorities = self._function("cuCtxGetStreamPriorityRange", ptr, ptr)
@@ -71,6 +89,12 @@ class Driver:
         address = ctypes.c_uint64()
         self._check(self._alloc(ctypes.byref(address), num_bytes), f"cuMemAlloc of {num_bytes} bytes")
         return address.value
+
+    def free_bytes(self) -> int:
+        """What the current device has free, whoever uses it."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._check(self._free_bytes(ctypes.byref(free), ctypes.byref(total)), "cuMemGetInfo")
+        return free.value
 
     def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
         """Copy from the host on `stream`; asynchronous if the host memory is pinned."""

@@ -85,14 +85,14 @@ def fill_alone(call: Call) -> bool:
 
 def _deliver(call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]]) -> None:
     for delivery in call.deliveries:
-        _copy(delivery.tensor, pieces(delivery.source) if delivery.source != COMBINED else pieces(0),
+        copy_pieces(delivery.tensor, pieces(delivery.source) if delivery.source != COMBINED else pieces(0),
               delivery.offset_bytes)  # fmt: skip
     me = call.group.group_rank
     for member, tensor in enumerate(call.receive_tensors or ()):
-        _copy(tensor, pieces(member), sum(send_bytes(member)[:me]))
+        copy_pieces(tensor, pieces(member), sum(send_bytes(member)[:me]))
 
 
-def _copy(target: torch.Tensor, pieces: Pieces, offset: int) -> None:
+def copy_pieces(target: torch.Tensor, pieces: Pieces, offset: int) -> None:
     """Fill `target` from byte `offset` of `pieces` on; zeros where they end before it does."""
     if target.numel() == 0:
         return
@@ -138,7 +138,7 @@ def _reduce(call: Call, total: Recorded, then: Recorded | None, compensate: Comp
         live = _cut(own, delivery.offset_bytes, size)
         start = delivery.offset_bytes - then.start if then is not None else -1
         if then is None or start < 0 or start + size > then.data.numel() or len(live) != 1 or not _can_differ(call):
-            _copy(output, [part], 0)
+            copy_pieces(output, [part], 0)
             continue
         item = output.element_size()
         mask = then.scratch[start // item : (start + size) // item].view(torch.bool)

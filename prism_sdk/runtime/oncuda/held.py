@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from prism_sdk.abc import ReplaySession
 from prism_sdk.errors import RunError
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.engine import BoundaryEngine
@@ -30,9 +31,10 @@ class HeldOperations:
     """Operations of one sandbox rank with virtual members, as far as a GPU is concerned."""
 
     def __init__(
-        self, spec: RankSpec, facts: EmulateSpec, engine: BoundaryEngine, script: Script, source: Consumer
-    ) -> None:
-        self._rank = spec.rank
+        self, spec: RankSpec, facts: EmulateSpec, engine: BoundaryEngine, script: Script, source: Consumer,
+        session: ReplaySession,
+    ) -> None:  # fmt: skip
+        self._rank, self._session = spec.rank, session
         self._table = HoldTable(facts.hold_fds[facts.sandbox.index(spec.rank)])
         self._engine, self._script, self._source, self._options = engine, script, source, facts.options
         self._hold: StreamHold | None = None
@@ -48,8 +50,9 @@ class HeldOperations:
         if self._refusal:
             return False
         if self._hold is None:
+            joining = self._session.open_streams(device, self._script)  # what is wrong there ends the run
             try:
-                self._hold = self._open(device)
+                self._hold = self._open(device, joining)
             except (RunError, OSError, AttributeError) as error:  # a driver that lacks something
                 self._refusal = str(error)
                 sys.stderr.write(f"prism: rank {self._rank}: the host is held in place of its streams, and times mean "
@@ -57,10 +60,10 @@ class HeldOperations:
                 return False
         return self._hold.takes(call, device)
 
-    def _open(self, device: torch.device) -> StreamHold:
+    def _open(self, device: torch.device, joining: Any) -> StreamHold:
         from prism_sdk.runtime.oncuda.holding import StreamHold
 
-        hold = StreamHold(self._table, self._engine, self._script, self._source, device, self._options)
+        hold = StreamHold(self._table, self._engine, self._script, self._source, device, self._options, joining=joining)
         for kind, handle, value in self._early:
             self._table.append(kind, handle, posted_ns=value)
         self._early.clear()

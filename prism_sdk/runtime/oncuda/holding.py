@@ -5,9 +5,9 @@ devicepool.py's, and the time of each release the releaser's, in a process of it
 
 An operation is, on the program's stream: "arrived" written to the shared table.  On the communicator's stream (on the
 program's own where the program asked for no handle, as NCCL's backend does): wait for the outputs to be filled, wait
-for the release, write "done".  Filling comes before the release, so that it takes none of the operation's time; nobody
-may look at the outputs before the end.  It has a stream of the highest priority: its kernels would else wait for the
-products that the program computes meanwhile.
+for the release (or make a call of NCCL that ends with the release, joining.py), write "done".  Filling comes before the
+release, so that it takes none of the operation's time; nobody may look at the outputs before the end.  It has a stream
+of the highest priority: its kernels would else wait for the products that the program computes meanwhile.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.clock import Mark
 from prism_sdk.runtime.oncuda.compensating import Compensator
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
-from prism_sdk.runtime.oncuda.driver import Driver, DriverError
+from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
-from prism_sdk.runtime.oncuda.holdkernel import HoldKernel
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.oncuda.joining import Joining
+from prism_sdk.runtime.oncuda.occupying import HoldKernel
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -81,10 +82,11 @@ class StreamHold:
 
     def __init__(
         self, table: HoldTable, engine: BoundaryEngine, script: Script, source: Consumer, device: torch.device,
-        options: Mapping[str, str],
+        options: Mapping[str, str], *, joining: Joining | None = None,
     ) -> None:  # fmt: skip
-        """Raises RunError where the device cannot be held so."""
+        """`joining`: makes calls of a library in place of waits. Raises RunError where the device cannot be held so."""
         self.device = device
+        self._joining = joining
         self.counts = HoldCounts()
         self._table, self._engine = table, engine
         self._lock = threading.RLock()
@@ -104,12 +106,12 @@ class StreamHold:
             wanted = pool_bytes_for(script, limit=0)
             address = driver.allocate(wanted)
         self.pool_bytes = wanted
-        memory = torch.as_tensor(_DeviceMemory(address, wanted), device=device)
+        memory = torch.as_tensor(DeviceMemory(address, wanted), device=device)
         warm_up(memory)
         torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
         self.pool = DevicePool(memory, script, source, copier, reap=self.reap)
-        words = torch.as_tensor(_DeviceMemory(self._flags, fields.TABLE_BYTES), device=device)
+        words = torch.as_tensor(DeviceMemory(self._flags, fields.TABLE_BYTES), device=device)
         self._words = words.view(torch.int32)
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
@@ -170,7 +172,10 @@ class StreamHold:
         scratch = nccl_scratch(call, self.device)
         self.make_room()
         lane = self._lanes.setdefault(current.cuda_stream, len(self._lanes))
-        number = table.append(fields.HELD, handle, lane=lane)
+        joint = self._joining.begin(call, one, handle) if self._joining is not None else None
+        number = table.append(fields.HELD, handle, lane=lane, like=0 if joint is None else joint.like)
+        if joint is not None and self._joining is not None:
+            self._joining.announce(joint, number)
         ticket = table.ticket(number)
         held = Held(number, handle, call, scratch, posted)
         self._engine.post_later(handle, lambda: table.posted(number))
@@ -179,16 +184,23 @@ class StreamHold:
         arrived = current.record_event()
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
-        if call.deliveries or call.receive_tensors:
+        is_live = joint is not None and joint.is_live
+        if call.deliveries or call.receive_tensors or is_live:
             fill.wait_event(arrived)
             with torch.cuda.stream(fill):
+                if is_live and joint is not None and self._joining is not None:
+                    self._joining.take_in(joint, call, fill)
                 self.pool.let_wait(held.placed)
                 recorded = map(self._recorded, held.placed)
                 fill_from(call, one, dict(zip(one.sources, recorded, strict=True)), self._compensate_for(number))
                 place_scratch(call, scratch)
             arrived = fill.record_event()
         stream.wait_event(arrived)
-        self._hold(call, stream, number)
+        if joint is not None and self._joining is not None:
+            with torch.cuda.stream(stream):
+                self._joining.join(joint, call, stream)
+        else:
+            self._hold(call, stream, number)
         driver.stream_write(stream.cuda_stream, self._at(number, fields.DONE), ticket)
         held.is_done_event = stream.record_event()
         self._open.append(held)
@@ -311,15 +323,7 @@ class StreamHold:
             "device_pool_bytes": self.pool_bytes, "ring_is_pinned": int(not self.counts.num_unpinned),
             "prefetch_hits": self.pool.hits, "prefetch_misses": self.pool.misses,
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,
-        }  # fmt: skip
-
-
-class _DeviceMemory:
-    """A block of device memory that torch takes over as it is."""
-
-    def __init__(self, address: int, num_bytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+            **({} if self._joining is None else self._joining.summary()),
         }  # fmt: skip
 
 

@@ -27,7 +27,9 @@ TABLE_BYTES = _HEADER_BYTES + NUM_SLOTS * _SLOT_BYTES
 HELD, HOST_POST, STAND_IN = 1, 2, 3
 
 # 32-bit words of a slot
-ARRIVED, RELEASE, DONE, TICKET, INDEX, SHIFT, DIFFERS, KIND = 0, 1, 2, 3, 12, 13, 14, 15  # KIND: lane << 8 | kind
+ARRIVED, RELEASE, DONE, TICKET, INDEX, SHIFT, DIFFERS, KIND = 0, 1, 2, 3, 12, 13, 14, 15
+_LANE_BIT, _LIKE_BIT = 4, 20  # of KIND, behind the kind itself
+MOST_ALIKE = 1 << 12
 # 64-bit words of a slot
 POSTED, DUE, RELEASED, DONE_AT = 2, 3, 4, 5
 # 64-bit words of the header
@@ -109,20 +111,23 @@ class HoldTable:
     def close(self) -> None:
         self.longs[_CLOSED] = 1
 
-    def append(self, kind: int, handle: tuple[int, int], *, lane: int = 0, posted_ns: int = 0) -> int:
+    def append(self, kind: int, handle: tuple[int, int], *, lane: int = 0, like: int = 0, posted_ns: int = 0) -> int:
         """Add an entry; returns its number. The slot must be free (`is_free`).
 
         Args:
             kind: HELD; HOST_POST, a post that the host made; STAND_IN, whose `posted_ns` is the index of what was met.
             handle: the operation's index in the boundary plan, and by how many steps it is moved.
             lane: number of the stream that arrives: arrivals of one lane come in order.
+            like: operations of one number, less than MOST_ALIKE, take as long from their release to their end; 0: no
+                longer than a bare wait takes.
         """
         number = self.issued
         words, longs = self.words, self.longs
         first, double = self.word(number, 0), self.long(number, 0)
         longs[double + POSTED] = posted_ns
         longs[double + DUE] = longs[double + RELEASED] = longs[double + DONE_AT] = 0
-        words[first + INDEX], words[first + SHIFT], words[first + KIND] = handle[0], handle[1], lane << 8 | kind
+        words[first + INDEX], words[first + SHIFT] = handle
+        words[first + KIND] = like << _LIKE_BIT | lane << _LANE_BIT | kind
         words[first + TICKET] = self.ticket(number)
         longs[_ISSUED] = number + 1
         return number
@@ -136,11 +141,15 @@ class HoldTable:
 
     def kind(self, number: int) -> int:
         """What entry `number` is."""
-        return self.words[self.word(number, KIND)] & 0xFF
+        return self.words[self.word(number, KIND)] & ((1 << _LANE_BIT) - 1)
 
     def lane(self, number: int) -> int:
         """The number of the stream that arrives at it."""
-        return self.words[self.word(number, KIND)] >> 8
+        return self.words[self.word(number, KIND)] >> _LANE_BIT & ((1 << _LIKE_BIT - _LANE_BIT) - 1)
+
+    def like(self, number: int) -> int:
+        """The number of the operations that take as long from their release to their end."""
+        return self.words[self.word(number, KIND)] >> _LIKE_BIT
 
     def differs(self, number: int) -> bool:
         """Whether the rank contributed something else than recorded, as far as the device looks."""

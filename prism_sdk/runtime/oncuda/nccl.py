@@ -18,7 +18,7 @@ import torch
 
 from prism_sdk.errors import RunError
 from prism_sdk.pruning import Pending
-from prism_sdk.runtime.reduced import Part, ReducedGroup
+from prism_sdk.runtime.reducedgroups import Part, ReducedGroup
 from prismtrace import ReduceOp
 
 _ID_BYTES = 128
@@ -77,11 +77,13 @@ class _Done:
 class NcclGroup(ReducedGroup):
     """A communicator of NCCL. Calls are issued on `stream`; whoever reads results waits for that stream or the call."""
 
-    def __init__(self, folder: Path, name: str, *, position: int, size: int, stream: Any) -> None:
+    def __init__(
+        self, folder: Path, name: str, *, position: int, size: int, stream: Any, patience_s: float = _PATIENCE_S
+    ) -> None:
         """Connect with the other positions, which do the same on other devices; they meet in a file in `folder`.
 
         Raises:
-            RunError: NCCL refuses, or position 0 is not there within two minutes.
+            RunError: NCCL refuses, or position 0 is not there within `patience_s`.
         """
         library, unique = _library(), _UniqueId()
         meeting = folder / f"nccl-{name}"
@@ -91,7 +93,7 @@ class NcclGroup(ReducedGroup):
             draft.write_bytes(bytes(unique))
             draft.rename(meeting)
         else:
-            until = time.monotonic() + _PATIENCE_S
+            until = time.monotonic() + patience_s
             while not meeting.exists():
                 if time.monotonic() > until:
                     raise RunError(f"position 0 of communicator {name} is not there", hint="see what it printed")

@@ -1,10 +1,13 @@
-"""Keeps a stream of a GPU busy for a time, as a collective that runs there would.
+"""Keeps a stream of a GPU busy as a collective that runs there would: for a time, or until it is released.
 
-Responsible for the kernel that stands for NCCL's; when it runs and for how long is slicing.py's business.
+Responsible for the kernel that stands for NCCL's; when it runs and until when is slicing.py's business (for a time), or
+the releaser's (holding.py).
 
 NCCL's kernels take processors and memory from what computes beside them: a job that overlaps communication is slower
-for it by some percent.  The kernel here takes as many processors as NCCL's does between two Hopper GPUs, and moves
-memory.  torch compiles it (NVRTC, from torch 2.9 on); where it cannot, one thread spins, which takes time alone.
+for it by some percent.  A kernel of NCCL has a CTA of some 640 threads for each channel, from its launch until the last
+rank has come and all bytes have moved.  The one here takes as many processors, and moves memory where its time is
+known; how much it reads and writes matters little beside that (../../../spec/decisions/0420-holding-streams.md).
+torch compiles it (NVRTC, from torch 2.9 on); where it cannot, one thread spins for a time, which takes time alone.
 """
 
 from __future__ import annotations
@@ -15,15 +18,30 @@ from typing import Any
 
 import torch
 
+from prism_sdk.errors import UnsupportedError
+from prism_sdk.runtime.calls import Call
+from prismtrace import Op
+
 NUM_BLOCKS, NUM_THREADS = 24, 640
 """Thread blocks and threads in each; NCCL 2.28 launches so many between two H200s over NVLink."""
+
+_MESSAGE_BLOCKS = 2  # channels of a message between two ranks
+_UNTIL_RELEASED = -1
 
 _LONGEST_NS = 1_000_000_000
 _MEMORY_BYTES = 64 << 20  # more than caches hold
 _CYCLES_TO_MEASURE = 4_000_000
 
 _SOURCE = r"""
-extern "C" __global__ void prism_occupy(int4* memory, int num_elements, int duration_ns) {
+extern "C" __global__ void __launch_bounds__(640) prism_occupy(
+    const volatile unsigned* flag, unsigned ticket, int4* memory, int num_elements, int duration_ns) {
+    if (duration_ns < 0) {
+        if (threadIdx.x == 0) {
+            while ((int)(*flag - ticket) < 0) __nanosleep(100);
+        }
+        __syncthreads();
+        return;
+    }
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     int at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -37,10 +55,48 @@ extern "C" __global__ void prism_occupy(int4* memory, int num_elements, int dura
     } while (now - start < (unsigned long long)duration_ns);
 }
 """
+Launch = Callable[[int, list[Any]], None]
+
+
+def compile_kernel() -> Launch:
+    """The kernel for the device at hand: launches it with a number of blocks, on the current stream.
+
+    Raises whatever torch does where it cannot compile, RuntimeError where it offers nothing.
+    """
+    compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
+    if compiler is None:
+        raise RuntimeError(f"torch {torch.__version__} does not compile kernels")
+    kernel = compiler(_SOURCE, "prism_occupy")
+    return lambda blocks, arguments: kernel(grid=(blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments)
+
+
+def blocks_for(call: Call, num_blocks: int) -> int:
+    """How many blocks an operation takes where a collective takes `num_blocks`."""
+    if call.op is Op.BARRIER or not num_blocks:
+        return min(num_blocks, 1)
+    return min(num_blocks, _MESSAGE_BLOCKS) if call.is_p2p else num_blocks
+
+
+class HoldKernel:
+    """Occupies streams until they are released."""
+
+    def __init__(self, flags: torch.Tensor, num_blocks: int) -> None:
+        """`flags`: the 32-bit words that the device shares with the releaser. Raises UnsupportedError."""
+        self._num_blocks, self._flags = num_blocks, flags
+        try:
+            self._launch = compile_kernel()
+        except Exception as error:
+            hint = "leave the option out: streams are then held without taking SMs"
+            raise UnsupportedError(f"-O occupy: {error}", hint=hint) from error
+
+    def hold(self, call: Call, word: int, ticket: int) -> None:
+        """The current stream goes on once word `word` is `ticket`."""
+        flag = self._flags[word : word + 1]
+        self._launch(blocks_for(call, self._num_blocks), [flag, ticket, flag, 0, _UNTIL_RELEASED])
 
 
 class Occupier:
-    """Occupies the streams of one device."""
+    """Occupies the streams of one device for a time."""
 
     def __init__(self, *, num_blocks: int = NUM_BLOCKS) -> None:
         """With `num_blocks` 0 it takes time alone: one thread."""
@@ -58,10 +114,9 @@ class Occupier:
         self._run(min(duration_ns, _LONGEST_NS))
 
     def _prepare(self) -> Callable[[int], None]:
-        compile_kernel: Any = getattr(torch.cuda, "_compile_kernel", None)
-        if self._num_blocks and compile_kernel is not None:
+        if self._num_blocks:
             with contextlib.suppress(Exception):  # no NVRTC, an older driver: the spinning thread is left
-                return self._kernel(compile_kernel)
+                return self._kernel(compile_kernel())
         sleep: Any = getattr(torch.cuda, "_sleep", None)
         if sleep is None:
             self.kind = "nothing"
@@ -70,13 +125,12 @@ class Occupier:
         per_ns = _cycles_per_ns(sleep)
         return lambda duration_ns: sleep(round(duration_ns * per_ns))
 
-    def _kernel(self, compile_kernel: Any) -> Callable[[int], None]:
-        kernel = compile_kernel(_SOURCE, "prism_occupy")
+    def _kernel(self, launch: Launch) -> Callable[[int], None]:
         memory = torch.zeros(_MEMORY_BYTES // 4, dtype=torch.int32, device="cuda")
         count = _MEMORY_BYTES // 16
 
         def run(duration_ns: int) -> None:
-            kernel(grid=(self._num_blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=[memory, count, duration_ns])
+            launch(self._num_blocks, [memory, 0, memory, count, duration_ns])
 
         run(1)
         torch.cuda.synchronize()  # whether it runs at all shows now

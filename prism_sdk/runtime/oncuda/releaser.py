@@ -4,8 +4,9 @@ Responsible for seeing the GPU arrive, for the time of the release and for how e
 shares with one is memory (holdtable.py).  `python -m prism_sdk.runtime.oncuda.releaser` is that process.
 
 It polls, on a CPU of its own where there is one: nothing of the rank's interpreter lock, and no system call, stands
-between an arrival and its release.  A release takes some microseconds to reach the stream; it is written that much
-ahead of time, as measured on the releases before.
+between an arrival and its release.  A release takes some microseconds to reach the stream, and where it lets a
+collective of a library begin, as long as that takes; it is written that much ahead of time, as measured on the releases
+of its like before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from prism_sdk.runtime.oncuda.holdtable import HoldTable
 
 _FIRST_LEAD_NS = 6_000
 _MAX_LEAD_NS = 60_000
+_MAX_CALL_NS = 1_000_000_000  # of a collective that a release lets begin
 _WINDOW = 63  # releases that the lead is learnt from
 _IDLE_S = 0.0002  # between looks while nothing is under way
 _IDLE_AFTER_NS = 2_000_000_000
@@ -36,14 +38,30 @@ _IDLE_AFTER_NS = 2_000_000_000
 class Held:
     """An operation that was issued and is not done."""
 
-    __slots__ = ("arrived", "done", "due_ns", "handle", "number", "posted_ns", "release", "released_ns", "ticket")
+    __slots__ = (
+        "arrived", "done", "due_ns", "handle", "like", "number", "posted_ns", "release", "released_ns", "ticket",
+    )  # fmt: skip
 
-    def __init__(self, number: int, handle: tuple[int, int]) -> None:
-        self.number, self.handle, self.ticket = number, handle, HoldTable.ticket(number)
+    def __init__(self, number: int, handle: tuple[int, int], like: int = 0) -> None:
+        self.number, self.handle, self.ticket, self.like = number, handle, HoldTable.ticket(number), like
         self.arrived = HoldTable.word(number, fields.ARRIVED)
         self.release = HoldTable.word(number, fields.RELEASE)
         self.done = HoldTable.word(number, fields.DONE)
         self.posted_ns = self.due_ns = self.released_ns = 0
+
+
+class _Lead:
+    """By how much operations that are alike are released ahead of time: the median of what they took before."""
+
+    def __init__(self, first_ns: int, most_ns: int) -> None:
+        self.ns, self._most_ns = first_ns, most_ns
+        self._delays: deque[int] = deque(maxlen=_WINDOW)
+
+    def learn(self, delay_ns: int) -> None:
+        if delay_ns < 2 * self._most_ns:  # else something else held the stream up
+            self._delays.append(delay_ns)
+            ordered = sorted(self._delays)
+            self.ns = min(ordered[len(ordered) // 2], self._most_ns)
 
 
 class Releaser:
@@ -61,11 +79,21 @@ class Releaser:
         self._taken = 0
         self._lanes: dict[int, deque[Held]] = {}  # streams that arrive: operations to come, in order
         self._arrived: list[Held] = []  # whose due time is not known yet
-        self._due: list[tuple[int, int, Held]] = []  # heap
+        self._due: list[tuple[int, int, Held]] = []  # heap, by the time of release
         self._released: list[Held] = []
         self._learns = lead_ns is None
-        self.lead_ns = _FIRST_LEAD_NS if lead_ns is None else lead_ns
-        self._delays: deque[int] = deque(maxlen=_WINDOW)
+        self._first_lead_ns = _FIRST_LEAD_NS if lead_ns is None else lead_ns
+        self._leads: dict[int, _Lead] = {0: _Lead(self._first_lead_ns, _MAX_LEAD_NS)}
+
+    def lead_ns(self, like: int = 0) -> int:
+        """By how much operations of that number are released ahead of time."""
+        return self._lead(like).ns
+
+    def _lead(self, like: int) -> _Lead:
+        lead = self._leads.get(like)
+        if lead is None:
+            lead = self._leads[like] = _Lead(self._first_lead_ns, _MAX_CALL_NS)
+        return lead
 
     @property
     def num_open(self) -> int:
@@ -84,7 +112,7 @@ class Releaser:
         if self._arrived:
             self._settle()
         due = self._due
-        while due and due[0][0] - self.lead_ns <= clock():
+        while due and due[0][0] <= clock():
             self._release(heapq.heappop(due)[2])
         for held in self._released:
             if words[held.done] == held.ticket:
@@ -100,7 +128,7 @@ class Releaser:
             handle = table.words[word + fields.INDEX], table.words[word + fields.SHIFT]
             posted_ns = table.longs[table.long(number, fields.POSTED)]
             if kind == fields.HELD:
-                held = Held(number, handle)
+                held = Held(number, handle, table.like(number))
                 self.engine.post_later(handle, lambda held=held: held.posted_ns)  # type: ignore[misc]
                 self.engine.prepare(handle)
                 self._lanes.setdefault(table.lane(number), deque()).append(held)
@@ -126,7 +154,7 @@ class Releaser:
                 still.append(held)
                 continue
             held.due_ns = arrival + self.engine.transfer(held.handle)
-            heapq.heappush(self._due, (held.due_ns, held.number, held))
+            heapq.heappush(self._due, (held.due_ns - self._lead(held.like).ns, held.number, held))
         self._arrived = still
 
     def _release(self, held: Held) -> None:
@@ -139,11 +167,8 @@ class Releaser:
     def _finish(self, held: Held, now: int) -> None:
         self.table.longs[self.table.long(held.number, fields.DONE_AT)] = now
         self._released.remove(held)
-        delay = now - held.released_ns
-        if self._learns and delay < 2 * _MAX_LEAD_NS:  # else something else held the stream up
-            self._delays.append(delay)
-            ordered = sorted(self._delays)
-            self.lead_ns = min(ordered[len(ordered) // 2], _MAX_LEAD_NS)
+        if self._learns:
+            self._lead(held.like).learn(now - held.released_ns)
 
     def run(self, *, is_over: Callable[[], bool]) -> None:
         """Look again and again until the rank has ended and nothing is open, or `is_over`."""

@@ -100,6 +100,10 @@ class SideWaits:
         self._follower.add(stream, unit)
         return True
 
+    def add(self, stream: int, unit: int) -> None:
+        """What comes next on `stream`, one beside the main one, is behind `unit`."""
+        self._follower.add(stream, unit)
+
     def follow(self) -> None:
         """The stream that is current here is the program's main one from now on."""
         self._clock.follow()

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
 from prism_sdk.runtime.oncuda.order import device_of
@@ -27,7 +27,7 @@ from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
 from prism_sdk.runtime.oncuda.streams import SideWaits
 from prism_sdk.runtime.resident import ResidentMemory
-from prism_sdk.runtime.rows import AWAITS, END, GROUP, KIND, PEER, START
+from prism_sdk.runtime.rows import ASYNC, AWAITS, END, GROUP, KIND, PEER, START
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
 
@@ -49,9 +49,9 @@ class DeviceTracer(Tracer):
         resident = ResidentMemory()
         super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
         self._clock = DeviceClock()
-        self.now = self._clock.mark
+        self.now, self.points = self._clock.mark, self._clock.points
         self._durations = Durations()
-        self.streams = SideWaits(self, self._clock)
+        self.streams: SideWaits = SideWaits(self, self._clock)
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
@@ -61,39 +61,40 @@ class DeviceTracer(Tracer):
 
     def runs(self, unit: int, call: Call, *, in_block: bool) -> None:
         """A backend was asked for `unit`; `in_block`: between the begin and the end of explicit coalescing."""
-        if not uses_nccl(call.group.backend) or torch.cuda.is_current_stream_capturing():
+        self.expect(unit, call.group, call.op, num_nccl_calls(call), is_async=call.is_async, in_block=in_block)
+
+    def expect(
+        self, unit: int, group: GroupState, op: Op, num_entries: int, *, is_async: bool, in_block: bool
+    ) -> None:  # fmt: skip
+        """As `runs`, from the figures of a call; `num_entries`: as so many calls of NCCL."""
+        if not uses_nccl(group.backend) or torch.cuda.is_current_stream_capturing():
             return  # NCCL's recorder does not see what is captured
-        if call.is_async:  # else it runs on the stream that is current
+        if is_async:  # else it runs on the stream that is current
             self._beside.add(unit)
-        num_entries = 1
-        if listed := call.through_one_tensor:
-            num_entries = 1 if len({tensor.shape for tensor in listed}) == 1 else len(listed)
-        elif call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER):
-            num_entries = len(call.contribution)
         self._durations.expect(
-            unit, call.group.name, call.op, num_entries=num_entries, in_block=in_block, wanted=bool(self._beside)
+            unit, group.name, op, num_entries=num_entries, in_block=in_block, wanted=bool(self._beside)
         )
 
     # -- streams beside the main one --------------------------------------------------------------------------------
 
-    def _communication(self, call: Call, posted_ns: int, seq: int) -> int:
-        unit = super()._communication(call, posted_ns, seq)
-        if device_of(call) is not None and (beside := self._clock.beside()) is not None:
-            self.amend(unit, START, beside)  # asked for on a stream of its own, which came to it then
-        return unit
+    def _start_of(self, call: Call) -> int | None:
+        """One that is asked for on a stream of its own starts where that one came to it."""
+        return None if device_of(call) is None else self._clock.beside()
 
-    def ends_beside(self, unit: int, end: Mark) -> None:
-        """`unit` ran on that stream and ends there: it holds up nobody before the main stream waits for that one."""
-        self.wait(unit, end, end, blocked=True)
+    def ends_beside(self, unit: int, start: Mark) -> None:
+        """`unit` ran on the stream of `start` and ends here: it holds up nobody before the main stream waits for it."""
+        with self._lock:
+            end = self._clock.again(start)
+            self.streams.add(end.stream, unit)
+            index = unit - self._flushed
+            if index >= 0:
+                row = self._rows[index]
+                row[ASYNC], row[END] = 1, end
 
     def _end_beside(self, end_ns: int) -> int:
         if isinstance(end_ns, Mark) and end_ns.stream != self._clock.main:
             return end_ns
         return self._clock.beside() or end_ns
-
-    def beside(self) -> Mark | None:
-        """This point on the stream that is current, if it is not the main one."""
-        return self._clock.beside()
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
@@ -206,6 +207,13 @@ class DeviceTracer(Tracer):
             if self._beside <= self._durations.known.keys():
                 return
             time.sleep(0.05)
+
+
+def num_nccl_calls(call: Call) -> int:
+    """How many entries NCCL's flight recorder has for a call."""
+    if listed := call.through_one_tensor:
+        return 1 if len({tensor.shape for tensor in listed}) == 1 else len(listed)
+    return len(call.contribution) if call.op in (Op.ALL_GATHER, Op.REDUCE_SCATTER) else 1
 
 
 def _is_open(value: int) -> bool:

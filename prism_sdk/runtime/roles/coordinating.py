@@ -7,16 +7,16 @@ switching are those of the coordinator of a full recording.
 from __future__ import annotations
 
 import pickle
-import re
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from prism_sdk.errors import AsymmetryError, CollectiveMismatchError, PrismError, UnsupportedError
 from prism_sdk.runtime.coordinator import Coordinator
-from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 from prism_sdk.runtime.progress import Snapshot
+from prism_sdk.runtime.roles.keys import RoleKeyValues
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, plan_of_groups
 from prism_sdk.runtime.roles.views import GroupView, SharedSources, Source, Views
 from prism_sdk.runtime.standing import WAITING, RankState
@@ -125,39 +125,12 @@ class RoleMatcher(Matcher):
         return AsymmetryError(rank, representative=plan.representatives[int(plan.role_of[rank])], what=what)
 
 
-class RoleKeyValues(KeyValues):
-    """The rendezvous store; a key that names an absent rank is that of the rank that stands for it."""
-
-    plan: RolePlan | None = None
-
-    def run(self, request: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        _, operation, *arguments, timeout = request
-        if self.plan is not None and operation in ("get", "wait", "check", "multi_get"):
-            keys = arguments[0]
-            arguments = [self._stand_in(keys) if isinstance(keys, str) else [self._stand_in(key) for key in keys]]
-        return super().run(("store", operation, *arguments, timeout))
-
-    def _stand_in(self, key: str) -> str:
-        plan = self.plan
-        assert plan is not None
-        if key in self._values:
-            return key
-
-        def replaced(match: re.Match[str]) -> str:
-            rank = int(match[0])
-            return str(plan.representative(rank)) if rank < plan.world_size else match[0]
-
-        head, slash, name = key.rpartition("/")  # what stands before is prefixes of groups
-        other = f"{head}{slash}{re.sub('[0-9]+', replaced, name)}"
-        return other if other in self._values else key
-
-
 class RoleCoordinator(Coordinator):
     """Multiplexes the ranks that run over the slots, and completes operations for those that do not."""
 
     def __init__(
-        self, num_slots: int, *, world_size: int, num_samples: int, plan: RolePlan | None = None,
-        is_stated: bool = False, pin: bool = True,
+        self, num_slots: int, *, world_size: int, num_samples: int, sample_ranks: Sequence[int] = (),
+        plan: RolePlan | None = None, is_stated: bool = False, pin: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(num_slots, pin=pin)
         self.families = Families(world_size)
@@ -165,11 +138,12 @@ class RoleCoordinator(Coordinator):
         self.starts_again = False  # the attempt is over, and nothing of it counts
         self.notes: dict[str, None] = {}  # approximations that the program's operations show
         self._is_stated = is_stated
-        self._num_samples = num_samples
+        self._num_samples, self._sample_ranks = num_samples, sample_ranks
         self._matcher: RoleMatcher = RoleMatcher()
         self._store = self._pairs = RoleKeyValues()
         self._held: list[tuple[Any, ...]] = []  # what the scout said before the roles were known
         self._unnamed: dict[tuple[str, tuple[int, ...]], int] = {}  # groups that the scout has not named yet
+        self._unsettled: set[int] = set()  # groups named last: others of their kind may still be made
         self._delayed: dict[int, deque[tuple[Any, ...]]] = {}  # what ranks said of such groups, and after it
         self._is_grown = False  # the scout has made groups since the roles were decided
 
@@ -187,10 +161,13 @@ class RoleCoordinator(Coordinator):
     # -- roles ------------------------------------------------------------------------------------------------------
 
     def _decide(self) -> None:
-        self._adopt(plan_of_groups(self.families, num_samples=self._num_samples))
+        self._adopt(self._found_plan())
         for message in self._held:
             super().message(SCOUT, message)
         self._held.clear()
+
+    def _found_plan(self) -> RolePlan:
+        return plan_of_groups(self.families, num_samples=self._num_samples, wanted_ranks=self._sample_ranks)
 
     def _adopt(self, plan: RolePlan) -> None:
         """Start the ranks of the plan that do not run yet."""
@@ -213,9 +190,19 @@ class RoleCoordinator(Coordinator):
     def _on_groups(self, rank: int, message: tuple[Any, ...]) -> None:
         """The scout names all groups, those that it is no member of as well."""
         for fact in message[1]:
-            self.families.add(GroupFact(*fact))
+            self.families.add(group := GroupFact(*fact))
             self._unnamed.pop((fact[0], fact[3]), None)
+            if self.plan is not None:
+                self._unsettled.add(group.group_id)
         self._is_grown = self.plan is not None and not self._is_stated
+        self._resume_delayed()
+
+    def _settle(self) -> None:
+        """The scout communicates, or nobody can run: it has named all groups that it made until then."""
+        self._unsettled.clear()
+        self._resume_delayed()
+
+    def _resume_delayed(self) -> None:
         for other in list(self._delayed):
             queue = self._delayed[other]
             while queue and not self._must_wait(queue[0]):
@@ -235,10 +222,12 @@ class RoleCoordinator(Coordinator):
 
     def _must_wait(self, message: tuple[Any, ...]) -> bool:
         """Whether a message is of a group of which the scout has not yet named the others of its kind."""
-        return message[0] in _OF_GROUPS and message[1][1] in self._unnamed.values()
+        if message[0] not in _OF_GROUPS:
+            return False
+        return message[1][1] in self._unsettled or message[1][1] in self._unnamed.values()
 
     def _delay(self, rank: int, message: tuple[Any, ...]) -> bool:
-        if rank == SCOUT or not (rank in self._delayed or (self._unnamed and self._must_wait(message))):
+        if rank == SCOUT or not (rank in self._delayed or self._must_wait(message)):
             return False
         self._delayed.setdefault(rank, deque()).append(message)
         if message[0] in ("wait", "poll", "store"):  # until then others may run
@@ -249,6 +238,8 @@ class RoleCoordinator(Coordinator):
     def message(self, rank: int, message: tuple[Any, ...]) -> None:
         try:
             if rank == SCOUT:
+                if self._unsettled and message[0] in _OF_GROUPS:
+                    self._settle()
                 message = self._hear_scout(message)
                 if not message:
                     return
@@ -277,7 +268,7 @@ class RoleCoordinator(Coordinator):
                 self._decide()
         elif self._is_grown and message[0] in ("wait", "poll"):
             self._is_grown = False
-            found = plan_of_groups(self.families, num_samples=self._num_samples)
+            found = self._found_plan()
             if found.num_roles > self.plan.num_roles:
                 raise RolesChanged(found)
         return message
@@ -364,6 +355,9 @@ class RoleCoordinator(Coordinator):
         scout = self._states.get(SCOUT)
         if self.plan is None and scout is not None and scout.state == WAITING and not self._holders:
             self._decide()  # it waits for a key of another rank
+            self._grant()
+        if self._unsettled and not (self._holders or self._ready or self._lent):
+            self._settle()
             self._grant()
         super().tick()
 

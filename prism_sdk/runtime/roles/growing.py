@@ -222,7 +222,10 @@ class _Grower:
         for role, ranks in self._classes():
             first = ranks[0]
             if self._axis.index(first) >= self._size:
-                raise UsageError(f"rank {first} is not among the {self._size} replicas that are left")
+                raise UsageError(
+                    f"rank {first} speaks for others and is not in the first {self._size} replicas\n"
+                    f"  keep at least {int(self._axis.index(first)) + 1}, or record the smaller job"
+                )
             to = np.flatnonzero(np.isin(self._template, ranks)).tolist()
             if to:
                 self._write(writer, role, first, to, mapper)

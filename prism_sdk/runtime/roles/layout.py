@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 
@@ -179,18 +179,22 @@ class RolePlan:
         return 1 + len(self.represented(role)) if self.representatives[role] == rank else 1
 
 
-def plan_of_groups(families: Families, *, num_samples: int, max_roles: int = MAX_ROLES) -> RolePlan:
+def plan_of_groups(
+    families: Families, *, num_samples: int, wanted_ranks: Sequence[int] = (), max_roles: int = MAX_ROLES
+) -> RolePlan:  # fmt: skip
     """The plan that follows from process groups.
 
     Families of replicas and those of all ranks tell no ranks apart. Of the others, model parallel before shards before
     unknown ones, and small groups first, each does as long as there are no more than `max_roles` roles; those left
-    over are named in the notes, for there the values are not those of the full job.
+    over are named in the notes, for there the values are not those of the full job. `wanted_ranks` run as samples, with
+    all whom they meet in the families that tell roles apart: what these tell each other is their own then.
     """
     world = families.world_size
     wanted = [one for one in families.all if 1 < one.size < world and one.kind != "replicas"]
     order = {"model": 0, "shards": 1, "unknown": 2}
     keys = np.zeros(world, np.int64)
     used: list[str] = []
+    telling: list[Family] = []
     notes: dict[str, None] = {}
     for family in sorted(wanted, key=lambda one: (order[one.kind], one.size)):
         merged = keys * (family.size + 1) + family.position_of + 1
@@ -200,9 +204,29 @@ def plan_of_groups(families: Families, *, num_samples: int, max_roles: int = MAX
                   f"telling them apart would need {len(found)} processes"] = None  # fmt: skip
         elif len(found) > len(np.unique(keys)):
             used.append(f"{family.description or 'groups of'} {family.size}")
+            telling.append(family)
             keys = finer.astype(np.int64)
     origin = " x ".join(dict.fromkeys(used)) or "all ranks are replicas"
-    return make_plan(keys, num_samples=num_samples, origin=origin, notes=tuple(notes))
+    plan = make_plan(keys, num_samples=num_samples, origin=origin, notes=tuple(notes))
+    return with_samples(plan, _met_by(wanted_ranks, telling))
+
+
+def with_samples(plan: RolePlan, ranks: Iterable[int]) -> RolePlan:
+    """The plan with more samples."""
+    return replace(plan, samples=tuple(sorted({*plan.samples, *ranks} - set(plan.representatives))))
+
+
+def _met_by(ranks: Sequence[int], families: Sequence[Family]) -> set[int]:
+    """These ranks, those in groups with them, those in groups with these, and so on."""
+    found, queue = set(ranks), list(ranks)
+    while queue:
+        rank = queue.pop()
+        for family in families:
+            fact = family.group_with(rank)
+            new = set(fact.ranks) - found if fact is not None else set()
+            found |= new
+            queue += new
+    return found
 
 
 def make_plan(
@@ -258,15 +282,23 @@ def parse_layout(text: str, world_size: int) -> list[tuple[str, int]]:
     return found
 
 
-def plan_of_layout(axes: Sequence[tuple[str, int]], *, num_samples: int) -> RolePlan:
-    """The plan of a stated layout: ranks that differ along another axis than replicas have different roles."""
+def plan_of_layout(
+    axes: Sequence[tuple[str, int]], *, num_samples: int, wanted_ranks: Sequence[int] = ()
+) -> RolePlan:  # fmt: skip
+    """The plan of a stated layout: ranks that differ along another axis than replicas have different roles.
+
+    `wanted_ranks` run as samples, each with its whole replica.
+    """
     world = prod(size for _, size in axes)
-    ranks, keys = np.arange(world), np.zeros(world, np.int64)
+    ranks, keys, replica = np.arange(world), np.zeros(world, np.int64), np.zeros(world, np.int64)
     stride, used = 1, []
     for name, size in axes:
         words = set(re.split(r"[^a-z]+", name.lower()))
         if not words & _REPLICAS or words & _SHARDS:
             keys = keys * size + ranks // stride % size
             used.append(f"{name} {size}")
+        else:
+            replica = replica * size + ranks // stride % size
         stride *= size
-    return make_plan(keys, num_samples=num_samples, origin=" x ".join(used) or "all ranks are replicas")
+    plan = make_plan(keys, num_samples=num_samples, origin=" x ".join(used) or "all ranks are replicas")
+    return with_samples(plan, np.flatnonzero(np.isin(replica, replica[list(wanted_ranks)])).tolist())

@@ -7,7 +7,7 @@ followed.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,13 +24,18 @@ from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.verifying import Disagreement, disagreements
 from prism_sdk.runtime.roles.writing import write_all_ranks
 from prism_sdk.runtime.shards import merge_shards
+from prism_sdk.wording import counted
 from prismtrace import TraceReader
 
 _MAX_STARTS = 8
 
 
-def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
+def record_by_roles(
+    config: LaunchConfig, progress: Progress, *, equip: Callable[[RoleCoordinator], None] = lambda policy: None
+) -> LaunchResult:  # fmt: skip
     """Record the job of `config` with one real rank a role; the trace has all ranks.
+
+    `equip` gives the coordinator of each attempt slots and a host other than this machine's.
 
     Raises PrismError as a recording of all ranks does, and AsymmetryError where a rank that stands for others cannot.
     """
@@ -38,6 +43,7 @@ def record_by_roles(config: LaunchConfig, progress: Progress) -> LaunchResult:
     is_stated, left_out = plan is not None, list[Disagreement]()
     for start in range(_MAX_STARTS):
         attempt = _Attempt(config, plan, is_stated=is_stated, left_out=left_out, progress=progress)
+        equip(attempt.policy)
         try:
             return attempt.run()
         except RolesChanged as change:
@@ -78,8 +84,8 @@ class _Attempt:
         self._config, self._left_out, self._progress = config, left_out, progress
         self._plan, self._is_stated = plan, is_stated
         self.policy = RoleCoordinator(
-            config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples, plan=plan,
-            is_stated=is_stated, pin=config.pin,
+            config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples,
+            sample_ranks=config.sample_ranks, plan=plan, is_stated=is_stated, pin=config.pin,
         )  # fmt: skip
 
     def run(self) -> LaunchResult:
@@ -106,9 +112,9 @@ class _Attempt:
                 found = [*self._left_out, *disagreements(reader, plan, mapper)]
             for note in policy.notes:
                 self._progress.say(f"an approximation: {note}")
-            for one in found:
-                self._progress.say(str(one))
-            if found and self._is_stated:
+            for line in _lines(found):
+                self._progress.say(line)
+            if self._is_stated and any(not one.is_routing for one in found):
                 self._progress.say(f"the stated layout does not fit: --roles {self._config.roles} says that these "
                                    "ranks do the same; state another one, or --roles auto")  # fmt: skip
             if plan.samples and not found:
@@ -120,6 +126,19 @@ class _Attempt:
         finally:
             ran.unlink(missing_ok=True)
         return True
+
+
+def _lines(found: list[Disagreement]) -> list[str]:
+    """What is said of disagreements; of ranks that only send other numbers of tokens one line."""
+    routed = [one for one in found if one.is_routing]
+    lines = [str(one) for one in found if not one.is_routing]
+    if routed:
+        first = routed[0]
+        lines.append(
+            f"sizes of all-to-alls follow from data, so {counted(len(routed), 'sampled rank')} had others than the "
+            f"ranks that stand for them, and did the same otherwise: first, {first}"
+        )
+    return lines
 
 
 def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -> dict[str, str]:
@@ -136,4 +155,3 @@ def _facts(policy: RoleCoordinator, plan: RolePlan, found: list[Disagreement]) -
         "roles.approximations": json.dumps([*plan.notes, *policy.notes]),
         "roles.families": json.dumps(families),
     }
-

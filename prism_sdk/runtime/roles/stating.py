@@ -12,7 +12,7 @@ import numpy as np
 
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig
-from prism_sdk.runtime.roles.layout import RolePlan, make_plan, parse_layout, plan_of_layout
+from prism_sdk.runtime.roles.layout import RolePlan, make_plan, parse_layout, plan_of_layout, with_samples
 
 AUTO = "auto"
 
@@ -39,7 +39,7 @@ def stated_plan(config: LaunchConfig) -> RolePlan | None:
         axes = parse_layout(text, config.world_size)
     except ValueError as error:
         raise UsageError(f"--roles: {error}", hint=f"give {_HINT}") from None
-    return _checked(plan_of_layout(axes, num_samples=config.num_samples), config)
+    return _checked(plan_of_layout(axes, num_samples=config.num_samples, wanted_ranks=config.sample_ranks), config)
 
 
 def _plan_of_file(path: Path, config: LaunchConfig) -> RolePlan:
@@ -74,7 +74,7 @@ def _plan_of_file(path: Path, config: LaunchConfig) -> RolePlan:
         keys, num_samples=config.num_samples, origin=f"stated in {path.name}",
         representatives=[representatives[role] for role in order],
     )  # fmt: skip
-    return _checked(plan, config)
+    return _checked(with_samples(plan, config.sample_ranks), config)
 
 
 def _ranks_of(part: str, path: Path, number: int) -> range:

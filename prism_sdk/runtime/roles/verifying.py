@@ -22,6 +22,7 @@ _COLUMNS = (
     "kind", "phase", "step", "op", "reduce_op", "dtype", "num_elements_in", "num_elements_out", "tag", "is_async",
     "seq", "microbatch", "stage", "model_chunk", "label", "splits_in", "splits_out",
 )  # fmt: skip
+_SIZES = frozenset({"num_elements_in", "num_elements_out", "splits_in", "splits_out"})
 _NAMED = {"kind": UnitKind, "phase": Phase, "op": Op}
 
 
@@ -35,6 +36,8 @@ class Disagreement:
     num_units: int
     """How many units differ; 0 where the rank could not be followed to its end."""
     what: str
+    is_routing: bool = False
+    """Whether only sizes of all-to-alls differ, as they do where a rank has data of its own."""
 
     def __str__(self) -> str:
         where = "" if self.unit_index is None else f", at unit {self.unit_index}"
@@ -68,6 +71,11 @@ def _compare(reader: TraceReader, rank: int, standing: int, mapper: Mapper) -> D
     count = int(differs.sum()) + abs(len(mine) - len(theirs))
     if not count:
         return None
+    is_routing = (
+        len(mine) == len(theirs)
+        and set(np.unique(mine.op[differs]).tolist()) == {int(Op.ALL_TO_ALL)}
+        and not any(values.any() for name, values in columns.items() if name not in _SIZES)
+    )
     first = int(differs.argmax()) if differs.any() else num
     if first == num:
         more, table, who = (mine, mine, rank) if len(mine) > num else (theirs, theirs, standing)
@@ -80,7 +88,7 @@ def _compare(reader: TraceReader, rank: int, standing: int, mapper: Mapper) -> D
         parts = [f"{name} is {_value(mine, name, first)}, not {_value(theirs, name, first)}"
                  for name, different in columns.items() if different[first]]  # fmt: skip
         what = f"{_describe(mine, first)}: {'; '.join(parts)}"
-    return Disagreement(rank, standing, first, count, what)
+    return Disagreement(rank, standing, first, count, what, is_routing)
 
 
 def _columns(

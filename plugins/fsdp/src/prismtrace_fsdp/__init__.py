@@ -1,4 +1,4 @@
-"""Registers the adapter ``fsdp`` with Prism; imports nothing until it is asked."""
+"""Registers the adapters ``fsdp`` and ``transformers`` with Prism; imports nothing until it is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 @hookimpl
 def prism_register_adapters() -> list[FrameworkAdapter]:
-    """Hand over the one adapter of this plugin."""
+    """Hand over the adapters of this plugin."""
     from prismtrace_fsdp.adapter import DataParallelAdapter
+    from prismtrace_fsdp.routers import RoutersAdapter
 
-    return [DataParallelAdapter()]
+    return [DataParallelAdapter(), RoutersAdapter()]

@@ -9,10 +9,10 @@ start.  Requests of a device are served one after the other.  The ranks ask the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 from prism_sdk.errors import PrismError, RunError
+from prism_sdk.runtime.oncuda.paging.choosing import victim, will_park
 from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, NO_DEVICE_MEMORY, OUT, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.tenants import (
     IN_HOST_MEMORY,
@@ -228,9 +228,9 @@ class Pager:
         if request.missing_bytes <= 0:
             return self._grant(request)
         request.num_tries += 1
-        victim = self._victim(request) if request.num_tries <= _MAX_TRIES else None
-        if victim is not None:
-            return self._move(victim, OUT, victim.goes_to, request)
+        leaving = self._victim(request) if request.num_tries <= _MAX_TRIES else None
+        if leaving is not None:
+            return self._move(leaving, OUT, leaving.goes_to, request)
         if self._somebody_will_park(request):
             request.num_tries -= 1
             return False
@@ -348,24 +348,16 @@ class Pager:
         return is_there and self._busy.pop(tenant.device, None) is not None
 
     def _victim(self, request: Request) -> Tenant | None:
-        """Whose memory goes: of those that wait the one that parked first, then those that would run last."""
-        others = [
-            tenant for tenant in self._tenants.values()
-            if tenant.device == request.device and tenant.rank != request.rank and tenant.link is not None
-            and tenant.is_there and tenant.num_bytes and not tenant.stays
-        ]  # fmt: skip
-        waiting = [tenant for tenant in others if tenant.parked_as and not tenant.ready_as]
-        if waiting:
-            return self._placed(min(waiting, key=lambda tenant: tenant.parked_as))
-        is_urgent = request.want is not Want.RETURN or time.monotonic_ns() - request.since_ns > _PATIENCE_NS
-        ready = [tenant for tenant in others if tenant.parked_as]
-        if ready and (is_urgent or not self._somebody_will_park(request)):
-            return self._placed(max(ready, key=lambda tenant: tenant.ready_as))
-        stuck = {r.rank for r in self._requests[request.device] if r.want is Want.ALLOCATE}
-        blocked = [tenant for tenant in others if tenant.rank in stuck]
-        if blocked and not self._somebody_will_park(request):
-            return self._placed(blocked[-1])
-        return None
+        """Whose memory goes, with where it goes decided; None: nobody's, or there is no room for it anywhere."""
+        found = victim(request, self._tenants.values(), self._stuck(request), patience_ns=_PATIENCE_NS)
+        return None if found is None else self._placed(found)
+
+    def _somebody_will_park(self, request: Request) -> bool:
+        return will_park(request, self._tenants.values(), self._stuck(request), patience_ns=_PATIENCE_NS)
+
+    def _stuck(self, request: Request) -> set[int]:
+        """Ranks of the device that are blocked in an allocation."""
+        return {other.rank for other in self._requests[request.device] if other.want is Want.ALLOCATE}
 
     def _placed(self, tenant: Tenant) -> Tenant | None:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
@@ -386,15 +378,3 @@ class Pager:
     def host_bytes(self) -> int:
         """Host memory that is taken: by what is away, and kept for the next time."""
         return self.out_bytes[IN_HOST_MEMORY] + sum(tenant.warm_bytes for tenant in list(self._tenants.values()))
-
-    def _somebody_will_park(self, request: Request) -> bool:
-        """Whether another rank of the device runs, or will without our doing: it parks sooner or later."""
-        stuck = {r.rank for r in self._requests[request.device] if r.want is Want.ALLOCATE}
-        for tenant in self._tenants.values():
-            if tenant.device != request.device or tenant.rank == request.rank or tenant.link is None:
-                continue
-            if not tenant.parked_as and tenant.rank not in stuck:
-                return True
-            if tenant.ready_as and tenant.is_there and request.want is Want.RETURN:
-                return time.monotonic_ns() - request.since_ns <= _PATIENCE_NS
-        return False

@@ -124,7 +124,11 @@ typedef struct {
 extern State state;
 extern Driver driver;
 
-int load_driver(void);
+void *runtime_function(const char *symbol); /* of libcudart; NULL: there is none */
+int load_driver(void);                      /* 0: there is none, or it lacks something */
+void look_at_all(void);                     /* remember what devices use before this process opens one */
+uint64_t cost_of_context(CUdevice device);  /* 0: nobody can tell */
+
 CUresult back_page(Page *page);
 void unback_page(Page *page);
 uint64_t now_ns(void);

@@ -1,0 +1,181 @@
+"""Runs everything that is checked and measured on GPUs, within ten minutes a call, and goes on after failures.
+
+    python benchmarks/gpu_all.py [--list] [--seconds N] [SECTION ...]
+
+Without names: all sections for the number of GPUs there are, in the order below, until the time is out. Each has a
+limit of its own, after which it is ended with all that it started. What a section prints is printed, and kept in
+$OUT/NAME.txt (the current folder without OUT); $OUT/all.json has verdicts and times, rewritten after each.
+
+With thirty minutes of machines, of which two have two GPUs, run in this order (seconds are estimates from earlier runs;
+a machine takes a minute or more to come, which counts):
+
+1. one GPU, 8 minutes: `gpu_all.py` (probes 40, switch 20, limit 60, hold 180, moves 110, full 30).
+   If a probe is BAD, mend it before anything else.
+2. two GPUs, 8 minutes: `gpu_all.py` (probes 45, reduced 60, nccl 180, observe 130), and `calibrate` as far as time
+   goes. `nccl` needs the probes `words` and `pair`; where `pair` is BAD leave it out.
+3. two GPUs, 10 minutes: `gpu_all.py table`. It is the longest (120 to 210 s for each of its six jobs): what is not
+   reached is said, and `TABLE_BACKENDS=local,occupy TABLE_REPEATS=3` makes it half as long. `gpu_table.py KIND ...`
+   runs single jobs.
+
+Everything but `table` is a run of a script beside this one, which says more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 590.0
+
+
+@dataclass(frozen=True)
+class Section:
+    """One script with its arguments; `estimate_s` is what it took, or should take, `limit_s` what it may."""
+
+    name: str
+    words: tuple[str, ...]
+    estimate_s: int
+    limit_s: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+_TWO_TURNS = {"GPU_CHECK_REPEATS": "2"}
+ONE = (
+    Section("probes", ("gpu_probes.py",), 40, 120),
+    Section("switch", ("gpu_checks.py", "switch"), 20, 60),
+    Section("limit", ("gpu_checks.py", "limit"), 60, 120),
+    Section("hold", ("gpu_hold.py",), 180, 260),
+    Section("moves", ("gpu_checks.py", "moves"), 110, 180),
+    Section("full", ("gpu_checks.py", "full"), 30, 80),
+    Section("graphs", ("gpu_checks.py", "graphs"), 30, 70),
+    Section("observe", ("gpu_checks.py", "observe"), 130, 220, _TWO_TURNS),
+    Section("calibrate", ("gpu_calibrate.py",), 110, 240),
+)
+TWO = (
+    Section("probes", ("gpu_probes.py",), 45, 120),
+    Section("reduced", ("nccl_reduced.py",), 60, 160),
+    Section("nccl", ("gpu_hold.py", "--backend=nccl", "operations", "chain", "fsdp2", "ddp"), 180, 270),
+    Section("observe", ("gpu_checks.py", "observe"), 130, 240, _TWO_TURNS),
+    Section("calibrate", ("gpu_calibrate.py",), 300, 420),
+)
+ON_DEMAND = (Section("table", ("gpu_table.py",), 580, 590),)
+"""Sections that run only by name: they take a call of their own."""
+
+
+def sections(names: list[str], *, num_devices: int) -> list[Section]:
+    """What to run, in order. Raises KeyError for a name that no section has."""
+    usual = TWO if num_devices > 1 else ONE
+    known = {one.name: one for one in (*TWO, *ONE, *usual, *ON_DEMAND)}
+    return [known[name] for name in names] if names else list(usual)
+
+
+def run(section: Section, folder: Path, *, seconds: float) -> tuple[int, float]:
+    """Run one section for at most `seconds`; returns its exit status (124 where it was ended) and what it took."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    words = [sys.executable, "-u", str(ROOT / "benchmarks" / section.words[0]), *section.words[1:]]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, errors="replace",
+        env={**os.environ, **section.environment, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert process.stdout is not None
+    with (folder / f"{section.name}.txt").open("w") as kept:
+        reader = threading.Thread(target=_copy, args=(process.stdout, kept), daemon=True)
+        reader.start()
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = 124
+        end_session(process)
+        reader.join(5)
+    return code, time.monotonic() - started
+
+
+def end_session(process: subprocess.Popen[str]) -> None:
+    """End a section and what it has started: launchers end theirs when they are told, the rest is killed."""
+    for number, patience_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        until = time.monotonic() + patience_s
+        while time.monotonic() < until and _is_there(process.pid):
+            process.poll()
+            time.sleep(0.05)
+    process.poll()
+
+
+def _is_there(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _copy(source: IO[str], kept: IO[str]) -> None:
+    with source:
+        for line in source:
+            sys.stdout.write(line)
+            sys.stdout.flush()
+            kept.write(line)
+            kept.flush()
+
+
+def run_all(chosen: list[Section], folder: Path, *, seconds: float) -> dict[str, dict[str, float | str]]:
+    """Run sections one after the other until the time is out; what came of each."""
+    started, results = time.monotonic(), {}  # type: ignore[var-annotated]
+    for section in chosen:
+        left = seconds - (time.monotonic() - started)
+        if left < min(section.estimate_s, section.limit_s) / 2:
+            results[section.name] = {"verdict": "not run: no time is left", "seconds": 0.0}
+        else:
+            print(f"######## {section.name}: about {section.estimate_s} s, {left:.0f} s are left", flush=True)
+            code, took = run(section, folder, seconds=min(left, section.limit_s))
+            verdict = {0: "good", 124: f"ended after {took:.0f} s"}.get(code, f"BAD (exit {code})")
+            results[section.name] = {"verdict": verdict, "seconds": round(took, 1)}
+        print(f"######## {section.name}: {results[section.name]['verdict']}\n", flush=True)
+        (folder / "all.json").write_text(json.dumps(results, indent=1))
+    return results
+
+
+def main() -> int:
+    sys.path.insert(0, str(ROOT))
+    from prism_sdk.runtime.gpus import num_gpus
+
+    words = sys.argv[1:]
+    seconds = SECONDS
+    if "--seconds" in words:
+        at = words.index("--seconds")
+        seconds = float(words[at + 1])
+        del words[at : at + 2]
+    num_devices = num_gpus()
+    try:
+        chosen = sections([word for word in words if word != "--list"], num_devices=num_devices)
+    except KeyError as error:
+        print(f"there is no section {error}; --list shows those that there are")
+        return 2
+    if "--list" in words:
+        for title, some in (("one GPU", ONE), ("two GPUs", TWO), ("by name", ON_DEMAND)):
+            print(f"{title}: {sum(one.estimate_s for one in some)} s")
+            for one in some:
+                print(f"  {one.name:10} {one.estimate_s:4} s, at most {one.limit_s:4}: {' '.join(one.words)}")
+        return 0
+    folder = Path(os.environ.get("OUT", "."))
+    print(f"{num_devices} GPUs; {', '.join(one.name for one in chosen)}; {seconds:.0f} s", flush=True)
+    results = run_all(chosen, folder, seconds=seconds)
+    print(json.dumps(results))
+    return 0 if all(one["verdict"] == "good" for one in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

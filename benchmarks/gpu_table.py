@@ -1,0 +1,217 @@
+"""Compares steps of real runs on two GPUs with emulations on one, job by job, in turns.
+
+    python benchmarks/gpu_table.py [dense] [moe] [ddp] [1f1b] [interleaved] [tp] [--rehearse]
+
+For each job: a recording, an observed calibration on both GPUs, then real and emulated runs in turns, 5 each. What is
+known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost. Environment:
+TABLE_SECONDS (540) is the time after which no job is begun, TABLE_REPEATS (5), TABLE_BACKENDS (local,occupy,nccl).
+
+About 50 s a job for the preparations and 8 s for each run (torch is loaded while the run before is on the GPU): with
+three backends 210 s a job, with one 130 s. --rehearse runs all of it in small on CPUs: times mean nothing then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+JOB = ROOT / "benchmarks" / "gpu_table_job.py"
+KINDS = ("dense", "ddp", "tp", "moe", "1f1b", "interleaved")
+REHEARSE = "--rehearse" in sys.argv
+SECONDS = float(os.environ.get("TABLE_SECONDS", "540"))
+RUN_SECONDS = 100.0
+REPEATS = int(os.environ.get("TABLE_REPEATS", "5"))
+BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,occupy,nccl").split(",")
+OPTIONS = {"local": (), "occupy": ("-O", "occupy=24"), "nccl": ("--backend", "nccl")}
+RECORDED_STEPS, STEPS, WARM = 4, 12, 4
+PAYLOADS = {"1f1b": "full", "interleaved": "full"}  # what is received decides what is computed; else none are needed
+
+
+def environment(**more: str) -> dict[str, str]:
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
+
+
+@dataclass
+class Run:
+    """Processes of one run, which wait at a gate before they open a GPU."""
+
+    what: str
+    commands: list[tuple[list[str], dict[str, str]]]
+    gate: Path
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    code: int = -1
+    said: dict[str, Any] = field(default_factory=dict)
+    err: str = ""
+
+    def start(self) -> None:
+        for command, more in self.commands:
+            self.processes.append(
+                subprocess.Popen(
+                    command, env=environment(GATE=str(self.gate), **more), stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE, text=True, start_new_session=True,
+                )
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        """Open the gate and wait; what rank 0 said is kept."""
+        self.gate.touch()
+        until, self.code = time.monotonic() + RUN_SECONDS, 0
+        for process in self.processes:
+            try:
+                out, err = process.communicate(timeout=max(until - time.monotonic(), 1))
+            except subprocess.TimeoutExpired:
+                self.kill()
+                out, err = process.communicate()
+            self.code = self.code or process.returncode
+            self.err += err
+            for line in out.splitlines():
+                kind, _, text = line.partition(" ")
+                if kind in ("STEPS", "LOSS", "MEMORY") and json.loads(text)["rank"] == 0:
+                    self.said[kind] = json.loads(text)
+        if self.code:
+            print(f"   {self.what}: exit {self.code}\n{self.err[-1500:]}", flush=True)
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+    @property
+    def step_ms(self) -> float:
+        """Mean of the steps that count; 0 where there are none."""
+        times = self.said.get("STEPS", {}).get("ms", [])[WARM:]
+        return mean(times) if times and not self.code else 0.0
+
+
+def words(kind: str, steps: int) -> list[str]:
+    return [str(JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
+
+
+def prism(mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path) -> Run:
+    device = ["--device", "cpu"] if REHEARSE else []
+    size = [] if mode == "emulate" else ["--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *device, *options, "--"]
+    return Run(f"{mode} {kind}", [(command + words(kind, steps), {})], gate)
+
+
+def real(folder: Path, kind: str, number: int) -> Run:
+    """The job over NCCL without Prism; in a rehearsal under `observe` on CPUs."""
+    gate = folder / f"gate-real-{kind}-{number}"
+    if REHEARSE:
+        return prism("observe", folder / f"real-{kind}-{number}.prism", kind, STEPS, gate=gate)
+    port = str(29600 + 10 * KINDS.index(kind) + number)
+    commands = [
+        ([sys.executable, *words(kind, STEPS)],
+         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        for rank in range(2)
+    ]  # fmt: skip
+    return Run(f"real {kind}", commands, gate)
+
+
+def at_once(run: Run) -> bool:
+    """Run something alone; whether it went well."""
+    started = time.monotonic()
+    run.start()
+    run.finish()
+    print(f"   {run.what}: exit {run.code}, {time.monotonic() - started:.1f} s", flush=True)
+    return run.code == 0
+
+
+def prepare(kind: str, folder: Path) -> Path | None:
+    """A calibrated graph: the job recorded, and observed on both GPUs."""
+    bare, graph, gate = folder / f"{kind}.prism", folder / f"{kind}-graph.prism", folder / "open"
+    gate.touch()
+    payloads = ("--payloads", PAYLOADS.get(kind, "none"))
+    if not at_once(prism("record", bare, kind, RECORDED_STEPS, *payloads, gate=gate)):
+        return None
+    more = ("-O", "passes=1") if REHEARSE else ()
+    calibrated = at_once(prism("calibrate", graph, kind, RECORDED_STEPS, "--graph", str(bare), *more, gate=gate))
+    return graph if calibrated else None
+
+
+def table(kind: str, folder: Path) -> dict[str, Any]:
+    """All of one job."""
+    graph = prepare(kind, folder)
+    if graph is None:
+        return {"failed": True}
+    runs: list[tuple[str, Run]] = []
+    for number in range(REPEATS):
+        runs.append(("real", real(folder, kind, number)))
+        for backend in BACKENDS:
+            output = folder / f"{kind}-{backend}-{number}.prism"
+            options = ("--graph", str(graph), *OPTIONS[backend])
+            gate = folder / f"gate-{kind}-{backend}-{number}"
+            runs.append((backend, prism("emulate", output, kind, STEPS, *options, gate=gate)))
+    runs[0][1].start()
+    for position, (_, run) in enumerate(runs):
+        if position + 1 < len(runs):
+            runs[position + 1][1].start()  # loads torch, and waits
+        run.finish()
+    return summary(kind, runs)
+
+
+def summary(kind: str, runs: list[tuple[str, Run]]) -> dict[str, Any]:
+    by_name = {name: [run for other, run in runs if other == name] for name in ("real", *BACKENDS)}
+    steps = {name: [round(run.step_ms, 3) for run in some if run.step_ms] for name, some in by_name.items()}
+    memory = {name: [run.said.get("MEMORY", {}).get("parts") for run in some if not run.code]
+              for name, some in by_name.items()}  # fmt: skip
+    found: dict[str, Any] = {"steps_ms": steps, "exits": [run.code for _, run in runs]}
+    if steps["real"]:
+        whole = mean(steps["real"])
+        found["real_ms"] = round(whole, 3)
+        found["real_spread_percent"] = round(100 * (max(steps["real"]) - min(steps["real"])) / whole, 3)
+        for name in BACKENDS:
+            if steps[name]:
+                errors = [100 * (ms / whole - 1) for ms in steps[name]]
+                found[name] = {
+                    "error_percent": round(mean(errors), 3), "worst_percent": round(max(errors, key=abs), 3),
+                    "bytes_as_real": all(parts in memory["real"] for parts in memory[name]),
+                    "worst_bytes": max((_apart(parts, memory["real"]) for parts in memory[name]), default=0),
+                }  # fmt: skip
+    print(f"== {kind}: {json.dumps(found)}", flush=True)
+    return found
+
+
+def _apart(parts: Any, real_parts: list[Any]) -> int:
+    """By how many bytes the nearest real run differs, at most in any step."""
+    return min(
+        (max(abs(a - b) for mine, theirs in zip(parts, other, strict=False) for a, b in zip(mine, theirs, strict=True))
+         for other in real_parts if parts and other),
+        default=0,
+    )  # fmt: skip
+
+
+def main() -> int:
+    started = time.monotonic()
+    kinds = [word for word in sys.argv[1:] if not word.startswith("--")] or list(KINDS)
+    results: dict[str, Any] = {}
+    out = os.environ.get("OUT")
+    with tempfile.TemporaryDirectory() as text:
+        for kind in kinds:
+            if time.monotonic() - started > SECONDS:
+                print(f"== {kind}: no time is left", flush=True)
+                continue
+            results[kind] = table(kind, Path(text))
+            print(f"#### {kind} after {time.monotonic() - started:.1f} s\n", flush=True)
+            if out:
+                Path(out, "table.json").write_text(json.dumps(results, indent=1))
+            for path in Path(text).glob("*"):
+                path.unlink()
+    print(json.dumps(results))
+    return 0 if results and not any("failed" in one for one in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

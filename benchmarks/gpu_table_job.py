@@ -1,0 +1,214 @@
+"""The jobs of the table of real and emulated steps: one of each kind of parallelism, with steps of 100 ms and more.
+
+    python benchmarks/gpu_table_job.py KIND STEPS [--small]
+
+KIND: dense and moe (FSDP2), ddp, 1f1b and interleaved (torch's pipelining), tp (DTensor). Written for two GPUs and
+NCCL, and for `prism`; says its steps, losses and bytes after each step. It waits for the file GATE before it opens a
+GPU, if that is set: the next run can load torch meanwhile.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+SMALL = "--small" in sys.argv
+LENGTH, WIDTH, HEADS = (16, 64, 4) if SMALL else (4096, 4096, 32)
+EXPERTS, TOP, HIDDEN, MOE_WIDTH = (8, 2, 32, 64) if SMALL else (128, 8, 768, 2048)  # Qwen3-30B-A3B
+MICRO_BATCHES = 4
+NUM_BLOCKS = {"dense": 8, "moe": 4, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 14}
+BATCH = {"dense": 2, "moe": 8, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 2}
+
+
+def say(kind: str, **values: object) -> None:
+    os.write(1, f"{kind} {json.dumps({'rank': dist.get_rank(), **values})}\n".encode())
+
+
+class Block(nn.Module):
+    """A transformer layer; attention and a perceptron whose inner width can be cut over ranks."""
+
+    def __init__(self, width: int, heads: int, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.head = width // heads
+        self.norm, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.inner = inner or nn.Sequential(
+            nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        y = self.norm(x)
+        q, k, v = (part(y).view(batch, length, -1, self.head).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).reshape(batch, length, -1))
+        out: torch.Tensor = x + self.inner(self.second(x))
+        return out
+
+
+class Experts(nn.Module):
+    """A mixture of experts; each takes as many tokens, so that shapes are the same in every run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(MOE_WIDTH, EXPERTS, bias=False)
+        self.gate, self.up = (nn.Parameter(torch.randn(EXPERTS, MOE_WIDTH, HIDDEN) / 64) for _ in range(2))
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, MOE_WIDTH) / 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.reshape(-1, MOE_WIDTH)
+        scores = self.router(tokens).softmax(-1)
+        capacity = tokens.shape[0] * TOP // EXPERTS
+        weight, index = scores.t().topk(capacity, dim=-1)  # each expert takes its best tokens
+        taken = tokens[index.reshape(-1)].view(EXPERTS, capacity, MOE_WIDTH)
+        done = torch.bmm(F.silu(torch.bmm(taken, self.gate)) * torch.bmm(taken, self.up), self.down)
+        done = done * weight.unsqueeze(-1).to(done.dtype)
+        out = torch.zeros_like(tokens).index_add(0, index.reshape(-1), done.reshape(-1, MOE_WIDTH).to(tokens.dtype))
+        return out.view_as(x)
+
+
+def blocks(kind: str, device: torch.device) -> list[nn.Module]:
+    """The layers of a job on the device."""
+    made: list[nn.Module] = []
+    with device:
+        for _ in range(NUM_BLOCKS[kind]):
+            if kind == "moe":
+                made.append(Block(MOE_WIDTH, max(MOE_WIDTH // 128, 1), Experts()))
+            else:
+                made.append(Block(WIDTH, HEADS))
+    return made
+
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def sharded(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
+    """FSDP2 over all ranks, in bf16, reduced in fp32."""
+    layers = blocks(kind, device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    model = nn.Sequential(*layers)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return list(model.parameters()), simple(model)
+
+
+def simple(model: nn.Module) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def replicated(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
+    """DDP, whose buckets are reduced beside the backward pass."""
+    model = DistributedDataParallel(nn.Sequential(*blocks(kind, device)).to(torch.bfloat16),
+                                    device_ids=None if device.type == "cpu" else [device.index])  # fmt: skip
+    return list(model.parameters()), simple(model)
+
+
+def tensor_parallel(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
+    """Heads and inner width are cut over all ranks."""
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    layers = blocks(kind, device)
+    plan = {
+        "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
+        "inner.0": ColwiseParallel(), "inner.2": RowwiseParallel(),
+    }  # fmt: skip
+    model = nn.Sequential(*layers).to(torch.bfloat16)
+    for layer in layers:
+        parallelize_module(layer, mesh, plan)
+    return list(model.parameters()), simple(model)
+
+
+def pipelined(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
+    """Two ranks with one stage each, or with two."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    per_rank = 2 if kind == "interleaved" else 1
+    num_stages = size * per_rank
+    layers = blocks(kind, device)
+    each = len(layers) // num_stages
+    stages, parameters = [], []
+    for number in range(rank, num_stages, size):
+        part = nn.Sequential(*layers[number * each : (number + 1) * each]).to(torch.bfloat16)
+        parameters += list(part.parameters())
+        stages.append(PipelineStage(part, number, num_stages, device))
+
+    def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (output - target).float().square().mean()
+
+    schedule = (
+        Schedule1F1B(stages[0], MICRO_BATCHES, loss_fn=loss_of) if per_rank == 1
+        else ScheduleInterleaved1F1B(stages, MICRO_BATCHES, loss_fn=loss_of)
+    )  # fmt: skip
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        losses: list[torch.Tensor] = []
+        arguments = (x,) if rank == 0 else ()
+        target = {"target": torch.zeros_like(x), "losses": losses} if rank == size - 1 else {}
+        schedule.step(*arguments, **target)
+        return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
+
+    return parameters, step
+
+
+KINDS = {
+    "dense": sharded, "moe": sharded, "ddp": replicated, "1f1b": pipelined, "interleaved": pipelined,
+    "tp": tensor_parallel,
+}  # fmt: skip
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(float(os.environ.get("GPU_JOB_SECONDS", "110")), exit=True)
+    gate = os.environ.get("GATE")
+    while gate and not os.path.exists(gate):
+        time.sleep(0.05)
+    local = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(local)
+    dist.init_process_group("nccl")
+    kind, steps = sys.argv[1], int(sys.argv[2])
+    device = torch.device("cuda", local)
+    torch.manual_seed(0)
+    parameters, step = KINDS[kind](kind, device)
+    optimizer = torch.optim.SGD(parameters, lr=1e-4)
+    # ranks of one model read the same tokens
+    is_one_model = kind in ("1f1b", "interleaved", "tp")
+    generator = torch.Generator(device=device).manual_seed(0 if is_one_model else dist.get_rank())
+    width = MOE_WIDTH if kind == "moe" else WIDTH
+    dtype = torch.float32 if kind in ("dense", "moe") else torch.bfloat16
+    torch.cuda.synchronize()
+    times, losses, memory = [time.perf_counter()], [], []
+    for _ in range(steps):
+        x = torch.randn(BATCH[kind], LENGTH, width, device=device, generator=generator).to(dtype)
+        loss = step(x)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        memory.append([torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()])
+    say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
+    say("LOSS", losses=losses)
+    say("MEMORY", parts=memory)
+    dist.destroy_process_group()
+
+
+main()

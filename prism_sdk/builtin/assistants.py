@@ -1,0 +1,67 @@
+"""Starts the assistant process of a replay backend, and ends it.
+
+Responsible for the process, its facts and its connections to the sandbox ranks; what it does is its own module's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from prism_sdk.abc import AssistContext
+
+_PATIENCE_S = 5.0
+
+
+@contextlib.contextmanager
+def connections(num: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Connections between sandbox ranks and an assistant: the descriptors of the ranks' ends, and of the others."""
+    pairs = [socket.socketpair() for _ in range(num)]
+    try:
+        yield tuple(ours.fileno() for ours, _ in pairs), tuple(theirs.fileno() for _, theirs in pairs)
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+@contextlib.contextmanager
+def assistant(
+    context: AssistContext, program: Sequence[str], facts: object, *, name: str, descriptors: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Path]:  # fmt: skip
+    """Run `python PROGRAM FACTS` from before the sandbox ranks start to after they have ended.
+
+    Args:
+        context: the launcher's.
+        program: arguments of the interpreter, before the file with the pickled `facts`.
+        facts: what the process is told.
+        name: what to call it where it ends too early.
+        descriptors: open files that it inherits.
+        environment: variables that it gets unless they are set.
+
+    Yields:
+        The file; beside it, with the suffix ``.json``, the process may leave what it has to say at its end.
+    """
+    path = context.work_dir / "assistant"
+    path.write_bytes(pickle.dumps(facts))
+    process = subprocess.Popen(
+        [sys.executable, *program, str(path)], pass_fds=[*descriptors], start_new_session=True,
+        env={**(environment or {}), **os.environ},
+    )  # fmt: skip
+    context.watch(process, name)
+    try:
+        yield path
+    finally:
+        process.terminate()
+        try:
+            process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,93 @@
+"""Variants of a sweep that run on other machines, each as one task whose report is a file.
+
+Responsible for what a task is and where its report lies; spreading tasks is ``prism_sdk.runtime.engines``'s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from prism_sdk.cli.output import Ticker, json_ready
+from prism_sdk.runtime.engines import RayEngine, kept_folder
+from prism_sdk.simulate import Scenario, summarise
+from prism_sdk.writing import write_whole
+
+
+@dataclass(frozen=True)
+class VariantTask:
+    """One variant of the job in `file`."""
+
+    file: Path
+    name: str
+    scenario: Scenario
+    steps: range | None
+    base_step_ns: float | None
+    folder: Path
+
+    @property
+    def label(self) -> str:
+        return f"the variant {self.name!r}"
+
+    @property
+    def output(self) -> Path:
+        """One for each scenario, whatever its name and its place in the sweep."""
+        return self.folder / f"{hashlib.blake2b(repr(self.scenario).encode(), digest_size=16).hexdigest()}.json"
+
+    @property
+    def is_finished(self) -> bool:
+        try:
+            return isinstance(json.loads(self.output.read_text()), dict)
+        except (OSError, ValueError):
+            return False
+
+    def run(self) -> None:
+        write_whole(
+            json.dumps(report_of(self.file, self.scenario, self.steps, self.base_step_ns)).encode(), self.output
+        )
+
+    def report(self) -> dict[str, Any]:
+        """What it found, as JSON."""
+        found: dict[str, Any] = json.loads(self.output.read_text())
+        return found
+
+
+def report_of(file: Path, scenario: Scenario, steps: range | None, base_step_ns: float | None) -> dict[str, Any]:
+    """The report of one variant, as JSON."""
+    report: dict[str, Any] = json_ready(summarise(scenario.run(file, steps=steps), base_step_ns=base_step_ns))
+    return report
+
+
+def sweep_on_cluster(
+    file: Path, named: Sequence[tuple[str, Scenario]], steps: range | None, *, address: str | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The reports of `named`, the first of which is the job as it is; each runs on one CPU of a Ray cluster.
+
+    What is finished is kept beside the file until all of them are, so the same command goes on after an interruption.
+    """
+    clusters = {Path(scenario.cluster) for _, scenario in named if scenario.cluster is not None}
+    facts = (steps, version("prismtrace"), *(_state(path) for path in (file, *sorted(clusters)) if path.is_file()))
+    folder = kept_folder(file.absolute().with_name(f"{file.name}.sweep"), facts, label="sweep")
+    ticker = Ticker("sweep", of="variants")
+    with RayEngine(address, num_slots=1) as engine:
+        (name, scenario), *others = named
+        base = VariantTask(file, name, scenario, steps, None, folder)
+        engine.run([base], lambda done: ticker(done, len(named)))
+        step_ns = base.report()["step_time_ns"]
+        tasks = [VariantTask(file, name, scenario, steps, step_ns, folder) for name, scenario in others]
+        distinct = list({task.output: task for task in tasks}.values())
+        engine.run(distinct, lambda done: ticker(done + 1, len(named)))
+    reports = [task.report() for task in (base, *tasks)]
+    shutil.rmtree(folder, ignore_errors=True)
+    return reports
+
+
+def _state(path: Path) -> tuple[str, int, int]:
+    state = path.stat()
+    return str(path.absolute()), state.st_size, state.st_mtime_ns

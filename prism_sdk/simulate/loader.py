@@ -1,0 +1,261 @@
+"""Takes up ranks for simulation one after the other, and holds once what many of them have in common.
+
+It reads no file (``loading`` does); what the weights of rows are is found in ``weights``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from prism_sdk.graph.errors import GraphError
+from prism_sdk.simulate import kernel
+from prism_sdk.simulate.compiling import call
+from prism_sdk.simulate.job import Programs, SimJob
+from prism_sdk.simulate.lanes import LaneTable, RankLanes
+from prism_sdk.simulate.memory import UNKNOWN_BYTES
+from prism_sdk.simulate.recalled import Recalled
+from prism_sdk.simulate.weights import CALIBRATED_COLUMNS, PROVENANCE, begin_of, calibrated_weights, observed_weights
+from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TraceReader, UnitKind
+
+__all__ = ["Loader", "RankColumns"]
+
+Array = npt.NDArray[Any]
+Int64Array = npt.NDArray[np.int64]
+#: The columns of one rank, as they are simulated.
+RankColumns: TypeAlias = dict[str, Array]
+
+#: What a program consists of, beside how its lanes follow from groups and peers.
+_STRUCTURE = ("kind", "phase", "op", "step", "seq", "tag", "awaits", "microbatch", "label", "dtype", "num_elements_in",
+              "num_elements_out")  # fmt: skip
+_ITEM_BYTES = np.zeros(256, dtype=np.int64)
+for _dtype in DType:
+    _ITEM_BYTES[int(_dtype)] = _dtype.itemsize_bytes
+_RECEIVED = np.isin(np.arange(256), [Op.BROADCAST, Op.SCATTER, Op.RECV])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Structure:
+    """What ranks with the same columns of ``_STRUCTURE`` do, as long as groups and peers make the same lanes."""
+
+    program: int
+    lanes: RankLanes
+    #: Rows of communication, and for each the first row of its lane; the same of messages alone.
+    rows: Int64Array
+    heads: Int64Array
+    messages: Int64Array
+    message_heads: Int64Array
+
+    def fits(self, group: Array, peer: Array) -> bool:
+        """Whether rows of one lane are of one lane here, too, and those of two lanes are of two."""
+        return (
+            bool((group[self.rows] == group[self.heads]).all())
+            and bool((peer[self.messages] == peer[self.message_heads]).all())
+            and self.lanes.are_distinct(group, peer)
+        )
+
+
+class Loader:
+    """Takes up ranks one after the other; ``finish`` gives the job."""
+
+    def __init__(
+        self, *, source: str, graph_kind: GraphKind, is_measured: bool, transfers_needed: bool, total_units: int,
+        with_sizes: bool,
+    ) -> None:  # fmt: skip
+        self._source = source
+        self._graph_kind = graph_kind
+        self._is_measured = is_measured
+        self._total_units = total_units
+        self._with_sizes = with_sizes
+        self._transfers_needed = transfers_needed
+        self._programs: dict[bytes, int] = {}
+        self._parts: list[dict[str, Any]] = []
+        self._weights: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._main: list[Int64Array] = []
+        self._side: list[Int64Array] = []
+        self._provenance: list[npt.NDArray[np.uint8]] = []
+        self._num_weights = 0
+        self._times: list[tuple[Int64Array, Int64Array]] = []
+        self._ranks: list[int] = []
+        self._by_rank: list[tuple[int, int, int, int, int]] = []
+        self._lanes = LaneTable()
+        self._recalled = Recalled()
+        self._size = 0
+        self._work: dict[str, Array] = {}
+
+    @property
+    def has_units(self) -> bool:
+        """Whether any rank had a unit."""
+        return self._num_weights > 0
+
+    def _room(self, size: int) -> dict[str, Array]:
+        """Arrays to work in, at least so long; made anew only for a longer rank."""
+        if size > self._size or not self._work:
+            self._size = max(size, 2 * self._size, 1)
+            work: dict[str, Array] = {
+                name: np.zeros(self._size, dtype=np.int64)
+                for name in ("last_wait", "free", "lane_row", "lane_count", "lane_check")
+            }
+            for name in ("lane_of", "ordinal", "awaited", "hold"):
+                work[name] = np.zeros(self._size, dtype=np.int32)
+            self._work = work
+        return {name: array[:size] for name, array in self._work.items()}
+
+    def add(self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int) -> None:
+        """Take up the units of one rank; columns are as ``recalled.fixed`` gives them."""
+        arrays = [c[name] for name in _STRUCTURE]
+        structure: _Structure | None = self._recalled.get(first_index, arrays)
+        if structure is None or not structure.fits(c["group_id"], c["peer"]):
+            structure = self._recalled.put(first_index, arrays, self._structure(rank, c, first_index))
+        self._lanes.add(rank, structure.lanes, c["group_id"], c["peer"])
+        base = self._weigh(rank, c, first_index)
+        memory = self._recalled.of(_memory_of, c["memory_bytes"])
+        origin = begin_of(c["kind"], c["start_ns"]) if self._is_measured else 0
+        self._ranks.append(rank)
+        stage = self._recalled.of(_first_stage, c["stage"])
+        memory = -1 if memory == UNKNOWN_BYTES else max(memory, memory_peak_bytes)
+        self._by_rank.append((structure.program, base, origin, stage, memory))
+
+    def _structure(self, rank: int, c: RankColumns, first_index: int) -> _Structure:
+        made = self._room(len(c["kind"]))
+        table = np.full(256, -1, dtype=np.int64)
+        while True:
+            num_lanes, num_holds, wrong = call(
+                kernel.localise, c["kind"], c["group_id"], c["peer"], c["tag"], c["seq"], c["awaits"], first_index,
+                made["lane_of"], made["ordinal"], made["awaited"], made["hold"], made["last_wait"],
+                made["free"], made["lane_row"], made["lane_count"], made["lane_check"], table,
+                num_units=self._total_units,
+            )  # fmt: skip
+            if num_lanes >= 0:
+                break
+            table = np.full(4 * len(table), -1, dtype=np.int64)
+        if wrong >= 0:
+            raise GraphError(f"{self._source}: rank {rank} unit {first_index + wrong} waits for unit "
+                             f"{c['awaits'][wrong]}, which is no communication unit before it",
+                             hint="the trace is damaged: record it again")  # fmt: skip
+        rows = np.flatnonzero(made["lane_of"] >= 0)
+        heads = made["lane_row"][made["lane_of"][rows]]
+        is_message = c["kind"][rows] != UnitKind.COLLECTIVE
+        return _Structure(
+            program=self._program(c, made, num_holds), lanes=RankLanes.of(rank, c, made, num_lanes), rows=rows,
+            heads=heads, messages=rows[is_message], message_heads=heads[is_message],
+        )  # fmt: skip
+
+    def _program(self, c: RankColumns, made: Mapping[str, Array], num_holds: int) -> int:
+        if self._with_sizes:
+            count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
+            num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
+        else:
+            num_bytes = np.full(len(c["kind"]), -1, dtype=np.int64)
+        part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}
+        part.update({name: made[name] for name in ("lane_of", "ordinal", "awaited", "hold")}, num_bytes=num_bytes)
+        digest = hashlib.blake2b(digest_size=16)
+        for name, values in part.items():
+            if name not in ("ordinal", "hold"):  # they follow from the others
+                digest.update(values.data)
+        key = digest.digest()
+        if key not in self._programs:
+            self._programs[key] = len(self._programs)
+            kept = {name: values.copy() for name, values in part.items()}
+            kept["num_holds"] = num_holds
+            kept["bounds"], kept["bound_step"], kept["bound_is_whole"] = _step_bounds(c["step"], c["phase"])
+            del kept["step"]
+            self._parts.append(kept)
+        return self._programs[key]
+
+    def _weigh(self, rank: int, c: RankColumns, first_index: int) -> int:
+        size = len(c["kind"])
+        if self._is_measured:
+            self._times.append((c["start_ns"], c["end_ns"]))
+            self._num_weights += size
+            return self._num_weights - size
+        arrays = [c[name] for name in CALIBRATED_COLUMNS]
+        known: int | None = self._recalled.get("weights", arrays)
+        if known is not None:
+            return known
+        main, side = calibrated_weights(
+            c, rank=rank, first_index=first_index, source=self._source, transfers_needed=self._transfers_needed,
+            recalled=self._recalled,
+        )  # fmt: skip
+        provenance = c[PROVENANCE]
+        # equal weights are kept once: looked for by two sums, compared whole
+        key = (size, int(main.sum()), int(side.sum()), int(main[::3].sum()))
+        like = self._weights.get(key)
+        if like is not None:
+            base, at = like
+            is_same = np.array_equal(main, self._main[at]) and np.array_equal(side, self._side[at])
+            if is_same and np.array_equal(provenance, self._provenance[at]):
+                return self._recalled.put("weights", arrays, base)
+        base = self._num_weights
+        self._weights[key] = base, len(self._main)
+        self._num_weights += size
+        self._main.append(main)
+        self._side.append(side)
+        self._provenance.append(provenance)
+        return base
+
+    def finish(self, reader: TraceReader, *, labels: tuple[str, ...]) -> SimJob:
+        """Match the operations of all ranks, and find the weights of measured traces."""
+        ranks = np.array(self._ranks, dtype=np.int64)
+        lanes = self._lanes.match(ranks, reader.groups, source=self._source)
+        by_rank = np.array(self._by_rank, dtype=np.int64).reshape(-1, 5).T.copy()
+        job = SimJob(
+            source=self._source, graph_kind=self._graph_kind, world_size=reader.world_size,
+            groups=dict(reader.groups), metadata=dict(reader.metadata), ranks=ranks, lanes=lanes,
+            programs=_joined(self._parts, labels), program=by_rank[0], weight_base=by_rank[1],
+            origin_ns=by_rank[2], stage=by_rank[3],
+            memory_bytes=by_rank[4], main=_concatenated(self._main), side=_concatenated(self._side),
+            chained=np.ones(max(lanes.num_collectives, 1), dtype=np.uint8),
+            provenance=_concatenated(self._provenance, np.uint8), scale=np.ones(len(ranks), dtype=np.float64),
+        )  # fmt: skip
+        if not self._is_measured:
+            return job
+        has_streams = any(reader.metadata.get(f"rank.{rank}.times") == "device" for rank in self._ranks)
+        return observed_weights(job, self._times, has_streams=has_streams)
+
+
+def _memory_of(memory: Int64Array) -> int:
+    """The most that a unit of a rank had; ``UNKNOWN_BYTES`` where it is not known any more, -1 where nobody looked."""
+    return UNKNOWN_BYTES if bool((memory == UNKNOWN_BYTES).any()) else max(int(memory.max(initial=-1)), -1)
+
+
+def _first_stage(stage: npt.NDArray[np.int32]) -> int:
+    named = stage[stage != ABSENT32]
+    return int(named[0]) if len(named) else -1
+
+
+def _concatenated(parts: list[Any], dtype: type[np.generic] = np.int64) -> Array:
+    joined = np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+    parts.clear()
+    return joined
+
+
+def _joined(parts: list[dict[str, Any]], labels: tuple[str, ...]) -> Programs:
+    def offsets(name: str) -> Int64Array:
+        return np.concatenate([[0], np.cumsum([len(part[name]) for part in parts])]).astype(np.int64)
+
+    names = ("kind", "phase", "op", "lane_of", "ordinal", "awaited", "hold", "microbatch", "label", "num_bytes",
+             "bounds", "bound_step", "bound_is_whole")  # fmt: skip
+    row_offsets, bound_offsets = offsets("kind"), offsets("bounds")
+    num_holds = np.array([part["num_holds"] for part in parts], dtype=np.int64)
+    columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
+    return Programs(offsets=row_offsets, bound_offsets=bound_offsets, num_holds=num_holds, labels=labels, **columns)
+
+
+def _step_bounds(
+    step: npt.NDArray[np.int32], phase: npt.NDArray[np.uint8]
+) -> tuple[Int64Array, npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+    """Where steps end (the row behind the last one), which they are, and which are whole: those with an optimizer."""
+    if not len(step):
+        return np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.bool_)
+    running = np.maximum.accumulate(step)
+    ends = np.append(np.flatnonzero(running[1:] != running[:-1]) + 1, len(step)).astype(np.int64)
+    optimizes = np.concatenate([[0], np.cumsum(phase == Phase.OPTIMIZER)])
+    has_optimizer = np.diff(optimizes[ends], prepend=0) > 0
+    # without any optimizer every step counts
+    return ends, running[ends - 1], has_optimizer if has_optimizer.any() else np.ones(len(ends), dtype=np.bool_)

@@ -33,6 +33,8 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(local_rank)
         assert torch.cuda.is_available() and torch.cuda.current_device() == local_rank
+        assert torch.accelerator.current_device_index() == local_rank
+        assert torch.accelerator.current_stream() == torch.cuda.current_stream()
     dist.init_process_group("nccl" if on_gpu else "gloo")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(DEVICE)

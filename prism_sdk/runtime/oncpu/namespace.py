@@ -43,6 +43,10 @@ class Stream:
         """Everything is done."""
         return True
 
+    def is_capturing(self) -> bool:
+        """No graphs here."""
+        return False
+
     def record_event(self, event: Event | None = None) -> Event:
         """An event that happens now."""
         event = event or Event()
@@ -129,6 +133,7 @@ def install(*, num_devices: int) -> None:
     cuda.nvtx.range_push, cuda.nvtx.range_pop, cuda.nvtx.mark = answer(0), answer(0), answer()
     _random(cuda, num_devices)
     _tensor_types(cuda)
+    _accelerator(cuda)
 
 
 def _random(cuda: Any, num_devices: int) -> None:
@@ -142,6 +147,19 @@ def _random(cuda: Any, num_devices: int) -> None:
         module.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
         module.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
         module.initial_seed = lambda: torch.default_generator.initial_seed()
+
+
+def _accelerator(cuda: Any) -> None:
+    """Where torch is built for CUDA it takes a CPU for one here, and asks by the general names too (2.14: optimizers)."""
+    general = torch.accelerator
+    names = {
+        "current_stream": "current_stream", "set_stream": "set_stream", "synchronize": "synchronize",
+        "current_device_index": "current_device", "current_device_idx": "current_device",
+        "set_device_index": "set_device", "set_device_idx": "set_device",
+    }  # fmt: skip
+    for name, meant in names.items():
+        if hasattr(general, name):
+            setattr(general, name, getattr(cuda, meant))
 
 
 def _tensor_types(cuda: Any) -> None:

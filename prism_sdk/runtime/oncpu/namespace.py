@@ -150,7 +150,7 @@ def _random(cuda: Any, num_devices: int) -> None:
 
 
 def _accelerator(cuda: Any) -> None:
-    """Where torch is built for CUDA it takes a CPU for one here, and asks by the general names too (2.14: optimizers)."""
+    """Torch that is built for CUDA takes a CPU for one here, and asks by the general names too (optimizers of 2.14)."""
     general = torch.accelerator
     names = {
         "current_stream": "current_stream", "set_stream": "set_stream", "synchronize": "synchronize",

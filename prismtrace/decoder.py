@@ -73,7 +73,7 @@ class ChunkDecoder(ChunkStreams):
         self._meta = meta
         self._template, self._place, self._num_ranks = template, place, num_ranks
         self._tables = {} if tables is None else tables  # decoded maps and shifts, for all ranks of the chunk
-        self._into, self._repeated = into, repeated
+        self._into, self._repeated = into, None if into else repeated  # a part of a joined table is not given to others
         self._repeat = num_ranks if place is None else 1
         self._num_rows = meta.num_rows * self._repeat
         self._kept: dict[str, Column] | None = {} if keep else None

@@ -6,9 +6,13 @@ Fixtures live beside their tests.
 from __future__ import annotations
 
 import importlib.util
+import signal
 from typing import Any
 
 import pytest
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job; what tests start would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These start jobs of several processes, bind them to CPUs, time them or look for what they left behind in /dev/shm.
 LAUNCHING = (

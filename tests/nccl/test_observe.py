@@ -222,7 +222,7 @@ def test_wrong_files_are_named(tmp_path: Path, parts: tuple[Path, Path]) -> None
     bare, records = parts
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "holds no record files" in prism("nccl", "report", empty, code=2).stderr
+    assert "holds no record files" in prism("nccl", "report", empty, code=3).stderr
     assert "not a record file" in prism("nccl", "report", bare, code=3).stderr
     assert "No such file" in prism("nccl", "report", tmp_path / "missing", code=3).stderr
     first = sorted(records.glob("*.ncclrec"))[0]

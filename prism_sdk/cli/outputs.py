@@ -26,8 +26,12 @@ def check_folder(output: Path) -> None:
     """Whether there can be a file of this name.
 
     Raises:
-        click.BadParameter: it is a folder, a device, a pipe or a socket, or its folder does not exist.
+        click.BadParameter: it is empty, or "-", a folder, a device, a pipe or a socket, or its folder does not exist.
     """
+    if output == Path():
+        raise click.BadParameter("it is empty, or the folder at hand; give a file name.", param_hint="'--output'")
+    if str(output) == "-":
+        raise click.BadParameter("a file is written, not standard output; give it a name.", param_hint="'--output'")
     if output.is_dir():
         raise click.BadParameter(f"{output} is a folder; give a file name.", param_hint="'--output'")
     if output.exists() and not output.is_file():

@@ -99,7 +99,7 @@ def _step(analysis: Analysis, wanted: int | None, *, strict: bool = True) -> int
             return wanted
         if strict:
             known = f"it has {present.min()} to {present.max()}"
-            raise UsageError(f"{analysis.job.path} has no step {wanted}", hint=known)
+            raise UsageError(f"what was chosen of {analysis.job.path} has no step {wanted}", hint=known)
     steady = np.unique(windows.step[windows.is_steady])
     times = step_times_ns(analysis.job)
     return int(steady[np.argsort(times, kind="stable")[(len(times) - 1) // 2]])

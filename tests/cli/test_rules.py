@@ -189,6 +189,15 @@ def test_ctrl_c_ends_with_one_line_whenever_it_is_pressed(trace: Path, when: str
     assert done.stderr.strip() == ("prism: interrupted" if expected else "")
 
 
+@pytest.mark.parametrize("name", ["", ".", "-"])
+@pytest.mark.parametrize("words", [["report"], ["slice", "--ranks", "0"], ["redact"], ["compact"], ["simulate"]])
+def test_outputs_that_are_no_names_are_refused(
+    trace: Path, name: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([words[0], str(trace), *words[1:], "-o", name]) == 2
+    assert "give" in capsys.readouterr().err
+
+
 def test_output_that_cannot_be_written_is_no_defect(trace: Path) -> None:
     command = [sys.executable, "-m", "prism_sdk.cli.main", "info", str(trace)]
     with open("/dev/full", "w") as full:

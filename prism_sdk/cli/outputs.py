@@ -29,7 +29,7 @@ def check_folder(output: Path) -> None:
         click.BadParameter: it is empty, or "-", a folder, a device, a pipe or a socket, or its folder does not exist.
     """
     if output == Path():
-        raise click.BadParameter("the name is empty, or . which is a folder; give a file name.", param_hint="'--output'")
+        raise click.BadParameter("it is empty, or . which is a folder; give a file name.", param_hint="'--output'")
     if str(output) == "-":
         raise click.BadParameter("a file is written, not standard output; give it a name.", param_hint="'--output'")
     if output.is_dir():

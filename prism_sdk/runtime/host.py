@@ -26,6 +26,7 @@ from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.gauges import count_oom_kills
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.oncuda.residence import MoveOptions
+from prism_sdk.runtime.peers import Peer
 from prism_sdk.runtime.processes import GRACE_S, allow_descriptors, forkserver_ended, kill_group, start_forkserver
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
@@ -35,13 +36,11 @@ _GREETING_S = 30.0  # connecting and greeting follow each other at once, but the
 
 
 @dataclass
-class RankProcess:
+class RankProcess(Peer):
     """One rank as the launcher sees it."""
 
     rank: int
     pid: int = 0
-    channel: wire.Channel | None = None
-    outbound: wire.OutboundQueue | None = None
     finished: bool = False  # said how its program ended
     exited: bool = False
     exit_code: int | None = None
@@ -123,11 +122,7 @@ class RankHost:
 
     def send(self, rank: int, message: tuple[Any, ...]) -> None:
         """Send to a rank without ever blocking on it."""
-        process = self.ranks[rank]
-        if process.outbound is None or process.channel is None:
-            return
-        if not process.outbound.send(message):
-            self._selector.modify(process.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, process)
+        self.ranks[rank].tell(self._selector, message)
 
     def cpu_ticks(self, rank: int) -> int:
         """User and system time of a rank's process in clock ticks; -1 when it is gone."""
@@ -201,29 +196,14 @@ class RankHost:
         if kind != "hello" or process is None or process.channel is not None:
             sock.close()
             return
-        process.channel, process.pid = channel, pid
-        process.outbound = wire.OutboundQueue(sock)
-        self._selector.register(sock, selectors.EVENT_READ, process)
+        process.pid = pid
+        process.meet(self._selector, channel)
         self.policy.connected(rank)
         for message in channel.take_ready():  # what came along with the greeting: nothing else would announce it
             self._heard(process, message)
 
     def _from_rank(self, process: RankProcess, events: int) -> None:
-        channel = process.channel
-        if channel is None:
-            return
-        if events & selectors.EVENT_WRITE and process.outbound is not None and process.outbound.flush():
-            self._selector.modify(channel.sock, selectors.EVENT_READ, process)
-        if not events & selectors.EVENT_READ:
-            return
-        try:
-            messages = channel.receive_ready()
-        except wire.ChannelClosed:
-            self._selector.unregister(channel.sock)
-            channel.close()
-            process.channel = process.outbound = None
-            return
-        for message in messages:
+        for message in process.hear(self._selector, events) or ():
             self._heard(process, message)
 
     def _heard(self, process: RankProcess, message: tuple[Any, ...]) -> None:
@@ -331,13 +311,7 @@ class RankHost:
 
     def _drain(self, process: RankProcess, events: int) -> None:
         """Read and drop: a rank that is ending must not block on a full socket."""
-        if process.channel is not None and events & selectors.EVENT_READ:
-            try:
-                process.channel.receive_ready()
-            except wire.ChannelClosed:
-                self._selector.unregister(process.channel.sock)
-                process.channel.close()
-                process.channel = process.outbound = None
+        process.hear(self._selector, events & selectors.EVENT_READ)
 
 
 def adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:

@@ -21,13 +21,14 @@ from typing import Any
 from prism_sdk.errors import PrismError, RankKilledError, RunError
 from prism_sdk.runtime.host import Policy, RankHost, RankProcess, adapters_of
 from prism_sdk.runtime.interrupts import Interrupts
+from prism_sdk.runtime.peers import Peer
 from prism_sdk.runtime.processes import GRACE_S, allow_descriptors
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.spread import links
 from prism_sdk.runtime.spread.branch import Begin
 from prism_sdk.runtime.spread.mirrors import Mirrors
 from prism_sdk.runtime.spread.places import Places
-from prism_sdk.runtime.wire import Channel, ChannelClosed, OutboundQueue, wait_readable
+from prism_sdk.runtime.wire import ChannelClosed, wait_readable
 
 _GREETING_S = 30.0
 _START_S = 300.0  # until every machine has to be there, with torch loaded
@@ -64,14 +65,12 @@ class Starter(ABC):
 
 
 @dataclass
-class Machine:
+class Machine(Peer):
     """One machine as the launcher sees it."""
 
     number: int
     name: str
     num_slots: int
-    channel: Channel | None = None
-    outbound: OutboundQueue | None = None
     is_ready: bool = False
     is_over: bool = False  # has ended its processes, as it was told
 
@@ -176,10 +175,7 @@ class SpreadHost(RankHost):
         return self._by_number[self._places.machine_of(rank)]
 
     def _tell(self, machine: Machine, message: tuple[Any, ...]) -> None:
-        if machine.outbound is None or machine.channel is None:
-            return
-        if not machine.outbound.send(message):
-            self._selector.modify(machine.channel.sock, selectors.EVENT_READ | selectors.EVENT_WRITE, machine)
+        machine.tell(self._selector, message)
 
     def _open(self) -> None:
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -201,8 +197,7 @@ class SpreadHost(RankHost):
         if machine is None or machine.channel is not None:
             channel.close()
             return
-        machine.channel, machine.outbound = channel, OutboundQueue(channel.sock)
-        self._selector.register(channel.sock, selectors.EVENT_READ, machine)
+        machine.meet(self._selector, channel)
         self._tell(machine, ("begin", self._begin))
 
     def _turn(self, timeout_s: float) -> None:
@@ -242,23 +237,10 @@ class SpreadHost(RankHost):
             self.report(f"waiting for {names}: `ray status` says what is there")
 
     def _from_machine(self, machine: Machine, events: int) -> None:
-        channel = machine.channel
-        if channel is None:
-            return
-        if events & selectors.EVENT_WRITE and machine.outbound is not None and machine.outbound.flush():
-            self._selector.modify(channel.sock, selectors.EVENT_READ, machine)
-        if not events & selectors.EVENT_READ:
-            return
-        try:
-            messages = channel.receive_ready()
-        except ChannelClosed:
-            self._selector.unregister(channel.sock)
-            channel.close()
-            machine.channel = machine.outbound = None
-            if not machine.is_over:
-                self.fail(MachineLostError(f"machine {machine.name} went away", number=machine.number))
-            return
-        for name, *details in messages:
+        messages = machine.hear(self._selector, events)
+        if messages is None and not machine.is_over:
+            self.fail(MachineLostError(f"machine {machine.name} went away", number=machine.number))
+        for name, *details in messages or ():
             getattr(self, f"_on_{name}")(machine, *details)
 
     # -- what machines say ------------------------------------------------------------------------------------------
@@ -328,20 +310,9 @@ class SpreadHost(RankHost):
         """Pass on what is printed, and wait for the machines; ranks are no longer answered."""
         for key, events in self._selector.select(0.05):
             machine = key.data
-            if not isinstance(machine, Machine) or machine.channel is None:
+            if not isinstance(machine, Machine):
                 continue
-            if events & selectors.EVENT_WRITE and machine.outbound is not None and machine.outbound.flush():
-                self._selector.modify(machine.channel.sock, selectors.EVENT_READ, machine)
-            if not events & selectors.EVENT_READ:
-                continue
-            try:
-                messages = machine.channel.receive_ready()
-            except ChannelClosed:
-                self._selector.unregister(machine.channel.sock)
-                machine.channel.close()
-                machine.channel = machine.outbound = None
-                continue
-            for name, *details in messages:
+            for name, *details in machine.hear(self._selector, events) or ():
                 if name in ("output", "over"):
                     getattr(self, f"_on_{name}")(machine, *details)
 

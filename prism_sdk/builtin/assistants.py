@@ -6,13 +6,14 @@ Responsible for the process, its facts and its connections to the sandbox ranks;
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from prism_sdk.abc import AssistContext
 
@@ -34,8 +35,8 @@ def connections(num: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
 @contextlib.contextmanager
 def assistant(
     context: AssistContext, program: Sequence[str], facts: object, *, name: str, descriptors: Sequence[int],
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Path]:  # fmt: skip
+    describe: Callable[[Mapping[str, Any]], str], environment: Mapping[str, str] | None = None,
+) -> Iterator[None]:  # fmt: skip
     """Run `python PROGRAM FACTS` from before the sandbox ranks start to after they have ended.
 
     Args:
@@ -44,10 +45,9 @@ def assistant(
         facts: what the process is told.
         name: what to call it where it ends too early.
         descriptors: open files that it inherits.
+        describe: makes a line for the user of the summary that the process may leave at its end, beside the file with
+            its facts and with the suffix ``.json``.
         environment: variables that it gets unless they are set.
-
-    Yields:
-        The file; beside it, with the suffix ``.json``, the process may leave what it has to say at its end.
     """
     path = context.work_dir / "assistant"
     path.write_bytes(pickle.dumps(facts))
@@ -57,7 +57,7 @@ def assistant(
     )  # fmt: skip
     context.watch(process, name)
     try:
-        yield path
+        yield
     finally:
         process.terminate()
         try:
@@ -65,3 +65,6 @@ def assistant(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        summary = path.with_suffix(".json")
+        if summary.exists():
+            context.report(describe(json.loads(summary.read_text())))

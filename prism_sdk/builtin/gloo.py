@@ -7,13 +7,11 @@ the two ends do is in prism_sdk.runtime (carry.py, virtual.py). A backend for ot
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prism_sdk.abc import (
     Assistance,
@@ -96,7 +94,6 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
     }
     same_fd = os.memfd_create("prism-same", 0)
     os.ftruncate(same_fd, 1 << 42)
-    path = None
     try:
         with connections(len(sandbox)) as (ours, theirs):
             facts = VirtualFacts(
@@ -106,8 +103,8 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
             )  # fmt: skip
             with assistant(
                 context, ("-m", "prism_sdk.runtime.virtual"), facts, name="the assistant that plays the virtual ranks",
-                descriptors=[same_fd, context.board_fd, *theirs],
-            ) as path:  # fmt: skip
+                descriptors=[same_fd, context.board_fd, *theirs], describe=_describe,
+            ):  # fmt: skip
                 yield Assistance(
                     facts={
                         "groups": groups, "folder": context.work_dir, "same_fd": same_fd, "control_fds": ours,
@@ -117,18 +114,14 @@ def _assistant(context: AssistContext) -> Iterator[Assistance]:
                 )  # fmt: skip
     finally:
         os.close(same_fd)
-        if path is not None:
-            _report(context, path.with_suffix(".json"))
 
 
-def _report(context: AssistContext, path: Path) -> None:
-    if path.exists():
-        facts = json.loads(path.read_text())
-        context.report(
-            f"virtual neighbours: {facts['num_operations']} operations in {facts['num_communicators']} reduced "
-            f"communicators, {facts['sent_bytes']} bytes sent, {facts['received_bytes']} received, values ready "
-            f"{facts['supply_hits']} of {facts['supply_hits'] + facts['supply_misses']} times"
-        )
+def _describe(facts: Mapping[str, Any]) -> str:
+    return (
+        f"virtual neighbours: {facts['num_operations']} operations in {facts['num_communicators']} reduced "
+        f"communicators, {facts['sent_bytes']} bytes sent, {facts['received_bytes']} received, values ready "
+        f"{facts['supply_hits']} of {facts['supply_hits'] + facts['supply_misses']} times"
+    )
 
 
 @hookimpl

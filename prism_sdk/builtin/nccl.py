@@ -7,7 +7,6 @@ two ends do is in prism_sdk.runtime.oncuda (joining.py, neighbours.py).
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -103,19 +102,14 @@ def _assistant(backend: NcclBackend, context: AssistContext) -> Iterator[Assista
             device=integer(context.options, "assistant", default=None, low=0, high=_LAST_DEVICE),
             has_values=has_values,
         )  # fmt: skip
-        path = None
-        try:
-            with assistant(
-                context, backend.program, facts, name="the assistant with the virtual neighbours",
-                descriptors=[*context.hold_fds, *theirs], environment=ENVIRONMENT,
-            ) as path:  # fmt: skip
-                yield Assistance(
-                    facts={"folder": context.work_dir, "control_fds": ours, "has_values": has_values},
-                    descriptors=tuple(ours),
-                )
-        finally:
-            if path is not None:
-                _report(context, path.with_suffix(".json"))
+        with assistant(
+            context, backend.program, facts, name="the assistant with the virtual neighbours",
+            descriptors=[*context.hold_fds, *theirs], describe=_describe, environment=ENVIRONMENT,
+        ):  # fmt: skip
+            yield Assistance(
+                facts={"folder": context.work_dir, "control_fds": ours, "has_values": has_values},
+                descriptors=tuple(ours),
+            )
 
 
 def _can_carry_values(graph: Path, scripts: Sequence[Script], sandbox: Sequence[int]) -> bool:
@@ -140,13 +134,11 @@ def _can_carry_values(graph: Path, scripts: Sequence[Script], sandbox: Sequence[
     return True
 
 
-def _report(context: AssistContext, path: Path) -> None:
-    if path.exists():
-        facts = json.loads(path.read_text())
-        context.report(
-            f"virtual neighbours on GPU {facts['device']}: {facts['num_calls']} calls in {facts['num_communicators']} "
-            f"reduced communicators ({facts['communicator_bytes'] / 1e6:.0f} MB there), {facts['num_live']} with values"
-        )
+def _describe(facts: Mapping[str, Any]) -> str:
+    return (
+        f"virtual neighbours on GPU {facts['device']}: {facts['num_calls']} calls in {facts['num_communicators']} "
+        f"reduced communicators ({facts['communicator_bytes'] / 1e6:.0f} MB there), {facts['num_live']} with values"
+    )
 
 
 @hookimpl

@@ -13,13 +13,8 @@ lead for the way: the rank is held until the operation is due, so what comes ear
 
 from __future__ import annotations
 
-import ctypes
-import json
 import os
-import pickle
 import queue
-import selectors
-import signal
 import socket
 import sys
 import threading
@@ -44,12 +39,13 @@ from prism_sdk.runtime.announce import (
     chunk_bounds,
     message_size,
 )
+from prism_sdk.runtime.assisting import listen, run
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.manifest import Script
 from prism_sdk.runtime.supply import Supplies, Supply
 from prism_sdk.runtime.tensors import FOLD
 from prism_sdk.runtime.transport import Communicator, GlooTransport
-from prism_sdk.runtime.wire import Channel, ChannelClosed
+from prism_sdk.runtime.wire import Channel
 from prismtrace import Op, ReduceOp
 
 _POLL_S = 0.0001
@@ -113,19 +109,8 @@ class Assistant:
 
     def serve(self) -> None:
         """Until all sandbox ranks are gone."""
-        with selectors.DefaultSelector() as selector:
-            for fd in self._facts.control_fds:
-                sock = socket.socket(fileno=fd)
-                selector.register(sock, selectors.EVENT_READ, Channel(sock))
-            while selector.get_map():
-                for key, _ in selector.select():
-                    try:
-                        messages = key.data.receive_ready()
-                    except ChannelClosed:
-                        selector.unregister(key.fileobj)
-                        continue
-                    for _, told in messages:
-                        self._told(told)
+        channels = [Channel(socket.socket(fileno=fd)) for fd in self._facts.control_fds]
+        listen(channels, lambda message: self._told(message[1]))
 
     def _told(self, one: Announcement) -> None:
         operation = self._open.setdefault(one.handle, _Operation())
@@ -276,21 +261,7 @@ def neutral(reduce_op: ReduceOp, count: int, dtype: torch.dtype) -> torch.Tensor
 
 def main(argv: Sequence[str]) -> int:
     """The assistant process: a file with its facts."""
-    facts: VirtualFacts = pickle.loads(Path(argv[0]).read_bytes())
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: end with the launcher
-    if facts.cpus:
-        os.sched_setaffinity(0, facts.cpus)
-    torch.set_num_threads(1)
-    assistant = Assistant(facts)
-
-    def leave(number: int, frame: object) -> None:
-        Path(argv[0]).with_suffix(".json").write_text(json.dumps(assistant.summary()))
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, leave)
-    assistant.serve()
-    signal.pause()
-    return 0
+    return run(argv, Assistant)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,7 @@ bytes have moved, and the last to come is the assistant. What virtual members se
 from __future__ import annotations
 
 import ctypes
-import json
 import os
-import pickle
-import selectors
-import signal
 import socket
 import sys
 from collections import deque
@@ -32,6 +28,7 @@ import prismtrace
 from prism_sdk.errors import PrismError
 from prism_sdk.pruning import COMBINED
 from prism_sdk.runtime.announce import REDUCTIONS, Announcement, by_shards
+from prism_sdk.runtime.assisting import listen, run
 from prism_sdk.runtime.manifest import Script
 from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.communicators import (
@@ -48,7 +45,7 @@ from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.reduced import WHOLE, join_as_virtual, message
 from prism_sdk.runtime.supply import Supplies, Supply
 from prism_sdk.runtime.virtual import fit, neutral
-from prism_sdk.runtime.wire import Channel, ChannelClosed
+from prism_sdk.runtime.wire import Channel
 from prismtrace import Op
 
 _PATIENCE_S = 3600.0  # until the last sandbox rank has come to its first operation on a GPU
@@ -222,22 +219,21 @@ class Neighbours:
 
     def serve(self) -> None:
         """Until all sandbox ranks are gone."""
-        channels = {fd: Channel(socket.socket(fileno=fd)) for fd in self._facts.control_fds}
-        with selectors.DefaultSelector() as selector:
-            for channel in channels.values():
-                selector.register(channel.sock, selectors.EVENT_READ, channel)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    try:
-                        messages = key.data.receive_ready()
-                    except ChannelClosed:
-                        selector.unregister(key.fileobj)
-                        continue
-                    for what, *values in messages:
-                        if what == "here":
-                            self._welcome(values[0], values[1], list(channels.values()))
-                        else:
-                            self.told(*values)
+        channels = [Channel(socket.socket(fileno=fd)) for fd in self._facts.control_fds]
+
+        def heard(message: tuple[Any, ...]) -> None:
+            what, *values = message
+            if what == "here":
+                self._welcome(values[0], values[1], channels)
+            else:
+                self.told(*values)
+
+        try:
+            listen(channels, heard)
+        except PrismError as error:
+            sys.stderr.write(f"prism: the assistant with the virtual neighbours: {error}\n")
+            sys.stderr.flush()
+            os._exit(1)
 
     def _welcome(self, rank: int, device: int, channels: Sequence[Channel]) -> None:
         refusal = self.come(rank, device)
@@ -263,26 +259,7 @@ def device_at(index: int) -> torch.device:
 
 def main(argv: Sequence[str]) -> int:
     """The assistant process: a file with its facts."""
-    facts: NeighbourFacts = pickle.loads(Path(argv[0]).read_bytes())
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: end with the launcher
-    if facts.cpus:
-        os.sched_setaffinity(0, facts.cpus)
-    torch.set_num_threads(1)
-    neighbours = Neighbours(facts)
-
-    def leave(number: int, frame: object) -> None:
-        Path(argv[0]).with_suffix(".json").write_text(json.dumps(neighbours.summary()))
-        os._exit(0)
-
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        neighbours.serve()
-    except PrismError as error:
-        sys.stderr.write(f"prism: the assistant with the virtual neighbours: {error}\n")
-        sys.stderr.flush()
-        os._exit(1)
-    signal.pause()
-    return 0
+    return run(argv, Neighbours)
 
 
 if __name__ == "__main__":

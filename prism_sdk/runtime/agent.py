@@ -5,7 +5,6 @@ Responsible for the life of a rank; what its communication does is the business 
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import contextlib
 import faulthandler
@@ -15,9 +14,8 @@ import random
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -25,6 +23,7 @@ from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
 from prism_sdk.runtime.adapters import Naming, activate_adapters
 from prism_sdk.runtime.config import LaunchMode
+from prism_sdk.runtime.ending import KILLED, Once, end_on_sigterm
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
@@ -44,8 +43,6 @@ _GRAPH_KINDS = {
     LaunchMode.RECORD: GraphKind.BARE,
     LaunchMode.EMULATE: GraphKind.EMULATED,
 }
-_KILLED_BY_LAUNCHER = 143  # 128 + SIGTERM, as a shell reports it
-_HANDLER_S = 0.5  # how long the program's thread has to run its signal handler before another thread does it
 
 
 class Agent:
@@ -62,6 +59,7 @@ class Agent:
         self._adapters = contextlib.ExitStack()
         self._naming: Naming | None = None
         self._kernels: KernelRecorder | None = None
+        self._written = Once()
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
         if self.spec.mode is not LaunchMode.RECORD and self.spec.device != "cpu" and devices.num_real_devices():
@@ -141,18 +139,21 @@ class Agent:
         return {**self.seam.summary(), **(self._naming.facts() if self._naming is not None else {})}
 
     def finish(self, status: str) -> None:
-        """Write out what was traced; only in the rank itself, not in processes it forked."""
+        """Write out what was traced, once; only in the rank itself, not in processes it forked."""
         if self.interceptor.active:
             with contextlib.suppress(Exception):
                 self._adapters.close()
-            if self._naming is not None and not self.tracer.finished:
-                self._naming.write()
             flush_profiler(os.environ.get("NCCL_PROFILER_PLUGIN", ""))
-            self.seam.finish(status)
-            if self._kernels is not None and not self.tracer.finished:
-                with contextlib.suppress(RuntimeError):  # of a GPU that has failed
-                    self._kernels.write(self.tracer.writer)
-            self.tracer.finish(status)
+            self.seam.finish(status)  # may wait for other ranks
+            self._written.run(partial(self._write_out, status))
+
+    def _write_out(self, status: str) -> None:
+        if self._naming is not None:
+            self._naming.write()
+        if self._kernels is not None:
+            with contextlib.suppress(RuntimeError):  # of a GPU that has failed
+                self._kernels.write(self.tracer.writer)
+        self.tracer.finish(status)
 
 
 def run_rank(spec: RankSpec) -> NoReturn:
@@ -174,7 +175,10 @@ def run_rank(spec: RankSpec) -> NoReturn:
         agent = Agent(spec, channel)
         if not faulthandler.is_enabled():
             faulthandler.enable()  # a crash in native code shows where in the program it was
-        _die_tidily(agent)
+        waits_in_native_code = not agent.seam.replaces_backend
+        end_on_sigterm(
+            partial(agent.finish, "aborted"), lambda: os._exit(KILLED), waits_in_native_code=waits_in_native_code
+        )
         agent.install()
         code = _run_program(spec, agent, channel)
     except BaseException as error:
@@ -251,58 +255,6 @@ def _separate_random_state(spec: RankSpec) -> None:
     np.random.seed(seed)
 
 
-def _die_tidily(agent: Agent) -> None:
-    """On SIGTERM write out what was traced and end. A script that installs its own handler keeps it."""
-
-    def handler(*_: Any) -> None:
-        with contextlib.suppress(PrismTraceError):
-            agent.finish("aborted")
-        os._exit(_KILLED_BY_LAUNCHER)
-
-    signal.signal(signal.SIGTERM, handler)
-    _spare_children(handler)
-    if not agent.seam.replaces_backend:
-        _listen_beside(agent)
-
-
-def _spare_children(handler: Callable[..., None]) -> None:
-    """What the program forks (data loader workers) dies of SIGTERM as without us, also right after the fork."""
-    masks: list[set[int | signal.Signals]] = []
-
-    def before() -> None:
-        masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}))
-
-    def in_parent() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
-
-    def in_child() -> None:
-        with contextlib.suppress(ValueError):  # forked by another thread than the program's first
-            if signal.getsignal(signal.SIGTERM) is handler:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, masks.pop())
-
-    os.register_at_fork(before=before, after_in_parent=in_parent, after_in_child=in_child)
-
-
-def _listen_beside(agent: Agent) -> None:
-    """A rank that waits inside gloo or NCCL runs no Python handler: a thread of ours then does the writing out."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-
-    def listen() -> None:
-        while signal.SIGTERM not in os.read(read_end, 64):
-            pass
-        time.sleep(_HANDLER_S)
-        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL and not agent.tracer.finished:
-            with contextlib.suppress(Exception):
-                agent.finish("aborted")
-            os._exit(_KILLED_BY_LAUNCHER)
-
-    _thread.start_new_thread(listen, ())  # not a threading.Thread: the program counts its own threads only
-
-
 def _leave(code: int) -> NoReturn:
     with contextlib.suppress(BaseException):
         sys.stdout.flush()
@@ -326,25 +278,28 @@ def start_under_foreign_launcher(spec: RankSpec) -> Agent:
         status = "failed"
         previous(*details)
 
-    def end(status: str) -> None:
-        if agent.interceptor.active and not agent.tracer.finished:
-            try:
-                agent.finish(status)
-                if spec.rank == 0:
-                    report_lowered([agent.summary()])
-                merge_when_last(spec, status)
-            except (PrismError, PrismTraceError, OSError) as error:
-                sys.stderr.write(f"prism: rank {spec.rank}: the trace could not be written: {error}\n")
+    def write_out(status: str) -> None:
+        try:
+            agent.finish(status)
+            if spec.rank == 0:
+                report_lowered([agent.summary()])
+            merge_when_last(spec, status)
+        except (PrismError, PrismTraceError, OSError) as error:
+            sys.stderr.write(f"prism: rank {spec.rank}: the trace could not be written: {error}\n")
 
-    def terminated(*_: Any) -> None:
-        end("aborted")
+    def end(status: str) -> None:
+        if agent.interceptor.active:
+            ended.run(partial(write_out, status))
+
+    def leave() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    ended = Once()
     previous, sys.excepthook = sys.excepthook, note_failure
     atexit.register(lambda: end(status))
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, terminated)
+        end_on_sigterm(partial(end, "aborted"), leave, waits_in_native_code=True)
     return agent
 
 

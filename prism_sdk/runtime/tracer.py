@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.ending import undisturbed
 from prism_sdk.runtime.names import Names, Notes, name_columns
 from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
@@ -276,9 +277,11 @@ class Tracer:
         self.phase = int(phase)
 
     def _close_step_if_due(self) -> None:
-        if self._boundary is None:
-            return
-        unit, end_ns, cpu_ns = self._boundary
+        if self._boundary is not None:
+            with self._lock:
+                self._close_step(*self._boundary)
+
+    def _close_step(self, unit: int, end_ns: int, cpu_ns: int) -> None:
         self._boundary = None
         losses = self._fetch(self._open_losses[: self._losses_at_boundary])
         del self._open_losses[: self._losses_at_boundary]
@@ -309,7 +312,7 @@ class Tracer:
 
     def flush(self, *, everything: bool = True, open_unit: int | None = None) -> None:
         """Write rows out: all, or those before the current step (and before `open_unit`, still to be amended)."""
-        with self._lock:
+        with undisturbed(), self._lock:
             self._flush(everything=everything, open_unit=open_unit)
 
     def _flush(self, *, everything: bool, open_unit: int | None) -> None:
@@ -366,14 +369,15 @@ class Tracer:
 
     def finish(self, status: str) -> None:
         """Close the open step, write everything and finalise the shard. Safe to call twice."""
-        if self.finished:
-            return
-        self.finished = True
-        self.compute_until(self.now())
-        self._close_step_if_due()
-        self.flush()
-        self.writer.set_metadata(f"rank.{self.rank}.status", status)
-        self.writer.close()
+        with self._lock:
+            if self.finished:
+                return
+            self.finished = True
+            self.compute_until(self.now())
+            self._close_step_if_due()
+            self.flush()
+            self.writer.set_metadata(f"rank.{self.rank}.status", status)
+            self.writer.close()
 
 
 def open_shard(directory: Path, rank: int, graph_kind: Any, world_size: int, metadata: dict[str, str]) -> TraceWriter:

@@ -13,7 +13,7 @@ A map for newcomers, from the inside out::
     slicing, redact  smaller and shareable copies;  align  clocks of several machines;  rewriting  what these share
     diff       what changed between two traces (structure, alignment, timing, differences do the work)
     notebook   tables and readers in HTML;  frames  as data frames of pandas, polars, pyarrow
-    sharing    the same rows for many ranks
+    sharing    the same rows for many ranks;  alike  reads ranks of one role together
     rows       rows as Python values;  sizes  where the bytes go
     validate   contradictions (findings names them, matching and cycles look across ranks);  json_twin  a trace as JSON
 """

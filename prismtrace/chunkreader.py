@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -20,6 +20,7 @@ from prismtrace.decoder import ChunkDecoder, Into
 from prismtrace.entries import CHUNK_ENTRY, ChunkMeta, chunk_entry, ranks_of
 from prismtrace.errors import TraceChecksumError, TraceDataError, TraceFormatError, TraceLimitError
 from prismtrace.index import Index
+from prismtrace.members import Changes
 from prismtrace.model import ROLE_RANK, ColumnSpec, TableKind
 from prismtrace.repeated import Repeated
 from prismtrace.source import Source
@@ -42,7 +43,7 @@ class _Loaded(NamedTuple):
     fetch: Callable[[int, int], memoryview]
     data_offset: int
     ranks: NDArray[np.int64]
-    tables: dict[int, NDArray[np.int64]]
+    tables: dict[int, Changes]
     stacks: list[StackedChunk]
 
 
@@ -107,6 +108,14 @@ class ChunkReader:
         decoder = self._decoder_of(loaded, entry, rank, place, into)
         columns = decoder.decode(specs, selected)
         return columns, decoder.named_specs(columns)
+
+    def members(self, entry: Any, ranks: Sequence[int]) -> tuple[ChunkDecoder, list[int]] | None:
+        """The decoder of a chunk of several ranks and their places in it; None for one that holds rows of each."""
+        loaded = self._of_several(entry)
+        if loaded.meta.stacked:
+            return None
+        places = [self._place(loaded, entry, rank) for rank in ranks]
+        return self._decoder_of(loaded, entry, ranks[0], places[0]), places
 
     def forget(self) -> None:
         """Drops what is kept. What is kept refers back to this object, so this also lets go of it at once."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -21,9 +21,10 @@ from prismtrace.model import ABSENT, COLUMNS, ROLE_RANK, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import atomic_output
 from prismtrace.roles import Difference, Template
+from prismtrace.sharing import role_id_of
 from prismtrace.source import TraceInput
 from prismtrace.stacking import ROWS_PER_STACK, encode_stack, stacks
-from prismtrace.tables import Column, DictionaryColumn, ListColumn, Table
+from prismtrace.tables import Table
 from prismtrace.writer import TraceWriter
 
 _STRUCTURE: Final = (
@@ -57,6 +58,7 @@ def compact(
     overwrite: bool = False,
     min_ranks: int = 2,
     dense: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> CompactReport:
     """Writes the trace `source` to `output` with roles; `output` appears only when it is complete.
 
@@ -67,6 +69,7 @@ def compact(
         min_ranks: how many ranks of one structure make a role; four where they have few rows and no times in common.
         dense: uses what format 1.1 added: ranks with few rows go into one chunk, times take fewer bits. Readers of
             format 1.0 refuse such files.
+        progress: is told of how many ranks' worth of how many the rows are compared and stored.
 
     Raises:
         TraceFormatError: the source is broken.
@@ -83,7 +86,7 @@ def compact(
             writer.add_groups(reader.groups.values())
             for digest in reader.payload_digests:
                 writer.add_payload(reader.payload(digest))
-            report = _Compaction(reader, writer, dense=dense).run(min_ranks)
+            report = _Compaction(reader, writer, dense=dense, progress=progress).run(min_ranks)
         if isinstance(source, str | os.PathLike) and os.path.getsize(temporary) >= reader.readable_bytes:
             shutil.copyfile(source, temporary)
             return replace(report, is_copy=True)
@@ -93,9 +96,24 @@ def compact(
 class _Compaction:
     """One run: the ranks of one structure after the other."""
 
-    def __init__(self, reader: TraceReader, writer: TraceWriter, *, dense: bool) -> None:
+    def __init__(
+        self,
+        reader: TraceReader,
+        writer: TraceWriter,
+        *,
+        dense: bool,
+        progress: Callable[[int, int], None] | None,
+    ) -> None:
         self._reader, self._writer, self._dense = reader, writer, dense
         self._num_members, self._num_shared = 0, 0
+        self._progress, self._num_reads = progress, 0
+
+    def _tell(self) -> None:
+        """Tells how far it is: of each rank the structure is read, then each table."""
+        self._num_reads += 1
+        if self._progress is not None:
+            total = len(self._reader.ranks)
+            self._progress(min(self._num_reads // (1 + len(_TABLES)), total), total)
 
     def run(self, min_ranks: int) -> CompactReport:
         """Writes all ranks."""
@@ -123,6 +141,7 @@ class _Compaction:
 
     def _digests(self, rank: int) -> tuple[bytes, bytes]:
         """Digests of what makes ranks alike, and of their times from the first one on; empty where nothing can be."""
+        self._tell()
         units = self._reader.units(rank, columns=(*_STRUCTURE, *_TIMES))
         if not len(units) or any(self._reader.missing_rows(table, rank) for table in _TABLES):
             return b"", b""
@@ -165,6 +184,7 @@ class _Compaction:
 
     def _pieces(self, table: TableKind, rank: int) -> Iterator[tuple[int, Rows]]:
         """The rows of a rank in pieces without gaps, each with the number of its first row."""
+        self._tell()
         whole = self._table(table, rank)
         rows = normalise(table, whole)
         gaps = (np.flatnonzero(np.diff(whole.row_index) != 1) + 1).tolist()
@@ -186,7 +206,7 @@ class _Compaction:
 
     def _write_role(self, ranks: list[int]) -> None:
         """Writes a role with the rows of its first rank, and what the others have in its place."""
-        role = self._role_id(ranks[0])
+        role = role_id_of((table, *piece) for table in _TABLES for piece in self._pieces(table, ranks[0]))
         self._num_members += len(ranks)
         shared = set(ranks)
         for table in _TABLES:
@@ -201,17 +221,6 @@ class _Compaction:
             templates = self._writer.put_rows(table, ROLE_RANK, start, rows, role=role)
             shared &= self._write_members(table, role, ranks, templates)
         self._num_shared += len(shared)
-
-    def _role_id(self, rank: int) -> int:
-        """An id that follows from the rows of a role: one id in two files means the same rows."""
-        state = hashlib.blake2b(digest_size=8)
-        for table in _TABLES:
-            for first, rows in self._pieces(table, rank):
-                state.update(f"{table} {first} {rows.num_rows}".encode())
-                for spec in rows.specs:
-                    state.update(f"{spec.name} {spec.type}".encode())
-                    state.update(_content(rows.columns[spec.name]))
-        return int.from_bytes(state.digest(), "little") or 1
 
     def _write_members(self, table: TableKind, role: int, ranks: list[int], templates: list[Template]) -> set[int]:
         """Writes one table of all ranks of a role; returns those that needed no chunk of their own."""
@@ -264,15 +273,6 @@ class _Compaction:
                 self._writer.put(stack)
             for rank, rows in alone:
                 self._writer.put_member(table, rank, rows, role=role, templates=templates)
-
-
-def _content(column: Column) -> bytes:
-    """The values of a column as bytes."""
-    if isinstance(column, DictionaryColumn):
-        return repr(list(column)).encode("utf-8", "surrogatepass")
-    if isinstance(column, ListColumn):
-        return repr([None if row is None else row.tolist() for row in column]).encode()
-    return np.ascontiguousarray(column).tobytes()
 
 
 def _roles(by_times: dict[bytes, list[int]], min_ranks: int) -> Iterator[tuple[bool, list[int]]]:

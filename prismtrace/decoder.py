@@ -28,7 +28,7 @@ from prismtrace.encoding import (
 )
 from prismtrace.entries import ChunkMeta
 from prismtrace.errors import TraceFormatError, TraceLimitError, TraceVersionError, reading
-from prismtrace.members import replaced, shifted, table_size
+from prismtrace.members import Changes, changes_of, table_size
 from prismtrace.model import ABSENT, ABSENT32, COLUMNS, FIRST_NAMED_COLUMN, ColumnSpec, ColumnType, TableKind
 from prismtrace.repeated import Repeated
 from prismtrace.roles import INTEGERS
@@ -62,7 +62,7 @@ class ChunkDecoder(ChunkStreams):
         template: ChunkDecoder | None = None,
         place: int | None = 0,
         num_ranks: int = 1,
-        tables: dict[int, NDArray[np.int64]] | None = None,
+        tables: dict[int, Changes] | None = None,
         keep: bool = False,
         into: Into | None = None,
         shared: Callable[[], tuple[str, ...]] = tuple,
@@ -292,22 +292,25 @@ class ChunkDecoder(ChunkStreams):
         """The role's values, shifted or mapped for this rank, or for all ranks of a stacked chunk."""
         role = self._of_role(spec)
         assert role is not None
-        part = StreamPart.SHIFT if (spec.column_id, StreamPart.SHIFT) in self._streams else StreamPart.MAP
-        stream = self._streams[spec.column_id, part][0]
-        num = table_size(stream.num_values, self._num_ranks, mapped=part == StreamPart.MAP)
+        return self._changes(spec).of_rank(role[0]._integer_values(role[1]), self._place)
+
+    def _changes(self, spec: ColumnSpec) -> Changes:
+        """The shift or map of a column, of all ranks of the chunk."""
+        if spec.column_id in self._tables:
+            return self._tables[spec.column_id]
+        is_map = (spec.column_id, StreamPart.MAP) in self._streams
+        part = StreamPart.MAP if is_map else StreamPart.SHIFT
+        num_values = self._streams[spec.column_id, part][0].num_values
+        num = table_size(num_values, self._num_ranks, mapped=is_map)
         if not num:
-            raise self._error(f"column {spec.name}: {stream.num_values} values for {self._num_ranks} ranks")
-        if spec.column_id not in self._tables:
-            found = self._raw(spec.column_id, part)
-            assert found is not None
-            self._tables[spec.column_id] = decode_integers(stream, found[1], path=self._path, offset=found[2])
-        values, table, place = role[0]._integer_values(role[1]), self._tables[spec.column_id], self._place
-        if part == StreamPart.SHIFT:
-            return shifted(values, table, place)
-        mapped = replaced(values, table, num, place)
-        if mapped is None:
+            raise self._error(f"column {spec.name}: {num_values} values for {self._num_ranks} ranks")
+        found = self._raw(spec.column_id, part)
+        assert found is not None
+        stream, raw, offset = found
+        changes = changes_of(decode_integers(stream, raw, path=self._path, offset=offset), num, mapped=is_map)
+        if changes is None:
             raise self._error(f"column {spec.name}: a map that has a value twice")
-        return mapped
+        return self._tables.setdefault(spec.column_id, changes)
 
     def _reference(self, spec: ColumnSpec, stream: Stream) -> NDArray[np.int64] | None:
         other = self._spec_of(stream.reference)
@@ -359,11 +362,7 @@ class ChunkDecoder(ChunkStreams):
         return full
 
     def _floats(self, spec: ColumnSpec) -> Column:
-        found = self._raw(spec.column_id, StreamPart.VALUES)
-        assert found is not None
-        stream, raw, offset = found
-        if stream.num_values != self._count(spec):
-            raise self._error(f"column {spec.name}: {stream.num_values} values for {self._count(spec)} rows")
+        stream, raw, offset = self._counted(spec)
         values = decode_floats(stream, raw, path=self._path, offset=offset)
         valid = self._validity(spec)
         if valid is None:

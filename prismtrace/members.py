@@ -5,10 +5,43 @@ Does not decode streams; the decoder passes their values in.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.int64]
+
+
+class Changes(NamedTuple):
+    """What the ranks of a chunk have in place of one column of their role.
+
+    `before` are the values that are mapped, rising, and `after[i]` those of all ranks in place of `before[i]`; without
+    `before`, `after[0]` is what each rank's values are above the role's.
+    """
+
+    before: Values | None
+    after: Values
+
+    def of_rank(self, values: Values, place: int | None) -> Values:
+        """What the rank in a place has for values of the role; all ranks, one after the other, for None."""
+        if self.before is None:
+            shifts = self.after[0]
+            whole: Values = values[None, :] + (shifts if place is None else shifts[place : place + 1])[:, None]
+            return whole.reshape(-1)
+        codes = np.searchsorted(self.before, values).clip(0, len(self.before) - 1)
+        there = self.before[codes] == values
+        if place is not None:
+            return np.where(there, self.after[codes, place], values)
+        return np.where(there[None, :], self.after.T.take(codes, axis=1), values[None, :]).reshape(-1)
+
+    def of_all(self, distinct: Values) -> Values:
+        """What each rank has for values of the role, of shape (values, ranks)."""
+        if self.before is None:
+            return distinct[:, None] + self.after
+        codes = np.searchsorted(self.before, distinct).clip(0, len(self.before) - 1)
+        there = self.before[codes] == distinct
+        return np.where(there[:, None], self.after[codes], distinct[:, None])
 
 
 def table_size(num_values: int, num_ranks: int, *, mapped: bool) -> int:
@@ -17,22 +50,12 @@ def table_size(num_values: int, num_ranks: int, *, mapped: bool) -> int:
     return 0 if rest or (num != 1 and not mapped) else num
 
 
-def shifted(values: Values, shifts: Values, place: int | None) -> Values:
-    """The role's values plus the shift of the rank in a place; of all ranks, one after the other, for None."""
-    if place is not None:
-        return values + shifts[place : place + 1]
-    return (values[None, :] + shifts[:, None]).reshape(-1)
-
-
-def replaced(values: Values, table: Values, num: int, place: int | None) -> Values | None:
-    """The role's values with what stands in their place, as `shifted`; None where a value stands in the map twice."""
-    order = np.argsort(table[:num])
-    before = table[:num][order]
+def changes_of(values: Values, num: int, *, mapped: bool) -> Changes | None:
+    """A map or shift from the values of its stream, `num` as `table_size`; None where one value stands in it twice."""
+    if not mapped:
+        return Changes(None, values[None, :])
+    order = np.argsort(values[:num])
+    before = values[:num][order]
     if (before[1:] == before[:-1]).any():
         return None
-    after = table[num:].reshape(num, -1)[order]
-    codes = np.searchsorted(before, values).clip(0, num - 1)
-    there = before[codes] == values
-    if place is not None:
-        return np.where(there, after[:, place][codes], values)
-    return np.where(there[None, :], after.T.take(codes, axis=1), values[None, :]).reshape(-1)
+    return Changes(before, values[num:].reshape(num, -1)[order])

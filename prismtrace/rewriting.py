@@ -6,7 +6,7 @@ Does not know what is changed; `slicing`, `redact` and `align` do.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from prismtrace.assemble import concatenate
 from prismtrace.errors import TraceDataError, TraceUsageError, TraceWriteError, already_exists, writing
-from prismtrace.model import ABSENT, ABSENT32, COLUMNS, GraphKind, TableKind
+from prismtrace.model import ABSENT, ABSENT32, BASE_VERSION, COLUMNS, GraphKind, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.recordfile import is_special
 from prismtrace.tables import (
@@ -101,8 +101,14 @@ def new_trace(
     metadata: Mapping[str, str] | None = None,
     graph_kind: GraphKind | None = None,
     overwrite: bool = False,
+    find_roles: Callable[[], bool] = lambda: True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[TraceWriter]:
-    """A writer for a trace of the same job as `like`; `target` appears when the block ends without an error."""
+    """A writer for a trace of the same job as `like`; `target` appears when the block ends without an error.
+
+    Rows that are written rank by rank undo the roles of their source. They are looked for again after that, unless
+    `find_roles` says that nothing is to be found; `progress` is told how many ranks of how many that has stored.
+    """
     path = os.fspath(target)
     with atomic_output(path, overwrite=overwrite) as temporary:
         writer = TraceWriter(
@@ -110,6 +116,7 @@ def new_trace(
             graph_kind=like.graph_kind if graph_kind is None else graph_kind,
             world_size=like.world_size,
             metadata=metadata,
+            dense=bool(like.roles) and like.format_version > BASE_VERSION,
         )
         try:
             yield writer
@@ -117,15 +124,10 @@ def new_trace(
         except BaseException:
             writer.abandon()
             raise
-        if like.roles:
-            _find_roles(temporary)
+        if like.roles and find_roles():
+            from prismtrace.compact import compact  # it writes through this module
 
-
-def _find_roles(path: str) -> None:
-    """Stores again what ranks share: rows were written rank by rank, which undoes the roles of their source."""
-    from prismtrace.compact import compact  # it writes through this module
-
-    compact(path, path, overwrite=True)
+            compact(temporary, temporary, overwrite=True, progress=progress)
 
 
 @contextmanager

@@ -5,7 +5,8 @@ Does not find out which ranks are alike (`compact` does), and does not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +17,7 @@ from prismtrace.columns import ColumnsInput, Rows, normalise
 from prismtrace.errors import TraceUsageError
 from prismtrace.model import ROLE_RANK, TableKind
 from prismtrace.roles import MAX_MAPPED, Difference, Template, present, wide
+from prismtrace.tables import Column, DictionaryColumn, ListColumn
 from prismtrace.writer import ROWS_PER_CHUNK, TraceWriter
 
 Replaced = tuple[NDArray[np.int64], NDArray[np.int64]]
@@ -54,10 +56,32 @@ def add_alike(
             found = [change.differences(template, start, stop) for change in changes.values()]
             by_rank = list(zip(*(column for column in found if column), strict=True)) or [()] * len(ranks)
             writer.put(
-                encode_members(
-                    table, ranks=ranks, first_row=start, role=role, template=template, differences=by_rank
-                )
+                encode_members(table, ranks=ranks, first_row=start, role=role, template=template, differences=by_rank)
             )
+
+
+def role_id_of(tables: Iterable[tuple[TableKind, int, Rows]]) -> int:
+    """An id that follows from the rows of a role: one id in two files means the same rows.
+
+    Args:
+        tables: rows of the role, each with their table and the number of the first.
+    """
+    state = hashlib.blake2b(digest_size=8)
+    for table, first, rows in tables:
+        state.update(f"{table} {first} {rows.num_rows}".encode())
+        for spec in rows.specs:
+            state.update(f"{spec.name} {spec.type}".encode())
+            state.update(_content(rows.columns[spec.name]))
+    return int.from_bytes(state.digest(), "little") or 1
+
+
+def _content(column: Column) -> bytes:
+    """The values of a column as bytes."""
+    if isinstance(column, DictionaryColumn):
+        return repr(list(column)).encode("utf-8", "surrogatepass")
+    if isinstance(column, ListColumn):
+        return repr([None if row is None else row.tolist() for row in column]).encode()
+    return np.ascontiguousarray(column).tobytes()
 
 
 class _Change:
@@ -103,9 +127,7 @@ class _Change:
         codes[inverse[of_row >= 0]] = of_row[of_row >= 0]
         mapped = np.where((codes >= 0)[:, None], self._values[codes], found[:, None]).T
         same = (mapped == found).all(axis=1)
-        return [
-            Difference(spec, bool(is_same), None, values) for is_same, values in zip(same, mapped, strict=True)
-        ]
+        return [Difference(spec, bool(is_same), None, values) for is_same, values in zip(same, mapped, strict=True)]
 
 
 def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:
@@ -131,6 +153,4 @@ def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:
             places[value] = code
     bounds = [0, *ends, num_rows]
     pieces = [(start, stop) for start, stop in pairwise(bounds) if stop > start]
-    return [
-        (at, min(at + ROWS_PER_CHUNK, stop)) for start, stop in pieces for at in range(start, stop, ROWS_PER_CHUNK)
-    ]
+    return [(at, min(at + ROWS_PER_CHUNK, stop)) for start, stop in pieces for at in range(start, stop, ROWS_PER_CHUNK)]

@@ -6,14 +6,16 @@ Does not copy chunks as they are: rows are numbered from 0 again, and columns th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace.errors import TraceUsageError
+from prismtrace.alike import Alike, alike_ranks
+from prismtrace.columns import normalise
+from prismtrace.errors import TraceFormatError, TraceUsageError
 from prismtrace.model import ABSENT, ABSENT32, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import (
@@ -28,13 +30,16 @@ from prismtrace.rewriting import (
     take,
     used_values,
 )
+from prismtrace.sharing import add_alike, role_id_of
 from prismtrace.source import TraceInput
-from prismtrace.tables import Table, UnitTable
+from prismtrace.tables import Column, Table, UnitTable
 from prismtrace.wording import ranks_text
 from prismtrace.writer import TraceWriter
 
 Mask = NDArray[np.bool_]
 _NO_STEP: Final = 2**31
+_FIXED: Final = frozenset({"step", "start_ns", "end_ns", "awaits", "unit"})
+"""Columns by which rows are selected, or which name rows."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ def slice_trace(
     allow_empty: bool = True,
     overwrite: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    storing: Callable[[int, int], None] | None = None,
 ) -> SliceReport:
     """Writes the part of `source` that all conditions select; `output` appears only when it is complete.
 
@@ -79,7 +85,9 @@ def slice_trace(
         keep_payloads: also copies the payloads that the kept units name.
         allow_empty: also writes a trace into which no row was selected (tracks, which are kept whole, do not count).
         overwrite: replaces a file that exists.
-        progress: is told how many ranks of how many are cut; what ranks share is found and stored after that.
+        progress: is told how many ranks of how many are cut.
+        storing: is told of how many ranks of how many what they share is found and stored again, where that has to be:
+            ranks that differ from their role in times or in many values are cut one by one.
 
     Raises:
         TraceUsageError: a rank has no data, the selection is malformed, or selects nothing without `allow_empty`.
@@ -101,14 +109,14 @@ def slice_trace(
         if time_ns is not None:
             pairs["slice.time_ns"] = f"{'' if low is None else low}:{'' if high is None else high}"
         window = None if time_ns is None else (ABSENT + 1 if low is None else low, 2**63 - 1 if high is None else high)
-        with new_trace(output, like=reader, metadata=pairs, overwrite=overwrite) as writer:
-            for _, group in sorted(reader.groups.items()):
-                writer.add_group(group)
-            cut = _Cut(reader, writer, steps=steps, window=window)
-            for number, rank in enumerate(chosen):
-                cut.rank(rank)
+        cut = _Cut(reader, steps=steps, window=window)
+        with new_trace(
+            output, like=reader, metadata=pairs, overwrite=overwrite, find_roles=cut.undid_roles, progress=storing
+        ) as writer:
+            writer.add_groups(group for _, group in sorted(reader.groups.items()))
+            for num_done in cut.ranks(writer, chosen):
                 if progress is not None:
-                    progress(number + 1, len(chosen))
+                    progress(num_done, len(chosen))
             if not cut.num_rows and not allow_empty:
                 selection = [f"steps {pairs['slice.steps']}"] if steps is not None else []
                 selection += [f"the time {pairs['slice.time_ns']} ns"] if time_ns is not None else []
@@ -120,36 +128,106 @@ def slice_trace(
     return SliceReport(chosen, cut.num_units, before, cut.num_cut_waits, num_payloads, first, last)
 
 
-class _Cut:
-    """Copies rank after rank and counts."""
+@dataclass(frozen=True)
+class _Part:
+    """What was selected of a rank: of each table with rows their columns, and their numbers before the cut."""
 
-    def __init__(
-        self, reader: TraceReader, writer: TraceWriter, *, steps: range | None, window: tuple[int, int] | None
-    ) -> None:
-        self._reader, self._writer, self._steps, self._window = reader, writer, steps, window
+    tables: dict[TableKind, tuple[dict[str, Column], NDArray[np.int64]]]
+    num_cut_waits: int
+    span: tuple[int, int] | None
+
+
+class _Cut:
+    """Copies what was selected of ranks, and counts."""
+
+    def __init__(self, reader: TraceReader, *, steps: range | None, window: tuple[int, int] | None) -> None:
+        self._reader, self._steps, self._window = reader, steps, window
+        self._alone: list[int] = []
+        self._roles: set[int] = set()
         self.num_rows = self.num_units = self.num_cut_waits = 0
         self.digests: set[bytes] = set()
         self.first_ns, self.last_ns = 2**63 - 1, ABSENT
 
-    def rank(self, rank: int) -> None:
-        """Copies the selected rows of all tables of a rank."""
+    def ranks(self, writer: TraceWriter, ranks: Collection[int]) -> Iterator[int]:
+        """Copies ranks, those that share their rows together, and yields how many are done."""
+        together, self._alone = alike_ranks(self._reader, ranks)
+        num_done = 0
+        for alike in together:
+            if self._role(writer, alike):
+                num_done += len(alike.ranks)
+                yield num_done
+            else:
+                self._alone += alike.ranks
+        for rank in sorted(self._alone):
+            part = self._part(rank)
+            self._count(part, 1)
+            for kind, (columns, _) in part.tables.items():
+                add_rows(writer, kind, rank, columns)
+            num_done += 1
+            yield num_done
+
+    def undid_roles(self) -> bool:
+        """Whether several ranks were copied one by one that have a role."""
+        return sum(self._reader.role_of(rank) is not None for rank in self._alone) > 1
+
+    def _role(self, writer: TraceWriter, alike: Alike) -> bool:
+        """Copies ranks that share their rows; False, and nothing is copied, where that cannot be done together."""
+        found = []
+        try:
+            if not alike.have(_FIXED):
+                return False
+            part = self._part(alike.ranks[0])
+            for kind, (columns, row_index) in part.tables.items():
+                replaced = alike.replaced(kind, row_index, columns)
+                if replaced is None:
+                    return False
+                found.append((kind, *replaced))
+        except TraceFormatError:
+            return False  # one by one it is said of which rank
+        role = self._role_id(found)
+        self._count(part, len(alike.ranks))
+        for kind, columns, changes in found:
+            add_alike(writer, alike.ranks, columns, role=role, table=kind, replaced=changes)
+        return True
+
+    def _role_id(self, tables: Sequence[tuple[TableKind, dict[str, Column], object]]) -> int:
+        """An id that follows from the rows; another one where ranks that share them were copied before."""
+        role = role_id_of((kind, 0, normalise(kind, columns)) for kind, columns, _ in tables)
+        while role in self._roles:
+            role = role % (2**64 - 1) + 1
+        self._roles.add(role)
+        return role
+
+    def _count(self, part: _Part, num_ranks: int) -> None:
+        for kind, (columns, rows) in part.tables.items():
+            self.num_rows += len(rows) * num_ranks if kind is not TableKind.TRACKS else 0
+            if kind is TableKind.UNITS:
+                self.num_units += len(rows) * num_ranks
+                for column in columns.values():
+                    if is_digest_column(column):
+                        self.digests.update(used_values(column))
+        self.num_cut_waits += part.num_cut_waits * num_ranks
+        if part.span is not None:
+            self.first_ns, self.last_ns = min(self.first_ns, part.span[0]), max(self.last_ns, part.span[1])
+
+    def _part(self, rank: int) -> _Part:
+        """What was selected of a rank; rows that name rows name them by their new numbers."""
         units = self._reader.units(rank, steps=self._steps)
         kept = self._in_window(units.start_ns, units.end_ns)
         rows = units.row_index[kept]
         columns = {name: take(column, kept) for name, column in units.columns().items()}
-        self._follow_waits(columns, rows)
-        self.num_units += len(rows)
-        self.num_rows += len(rows)
-        for column in columns.values():
-            if is_digest_column(column):
-                self.digests.update(used_values(column))
-        if len(rows):
-            add_rows(self._writer, TableKind.UNITS, rank, columns)
-        span = self._span(units, kept)
+        num_cut_waits = 0
+        awaits = columns.get("awaits")
+        if isinstance(awaits, np.ndarray):
+            columns["awaits"] = renumbered = _renumbered(awaits, rows)
+            num_cut_waits = int(np.count_nonzero(present(awaits) & ~present(renumbered)))
+        found = {TableKind.UNITS: (columns, rows)} if len(rows) else {}
+        span = _span(units, kept)
         steps = set(np.unique(units.step[kept]).tolist())
         for kind in TABLES:
-            if kind is not TableKind.UNITS:
-                self._other(kind, rank, rows, steps, span)
+            if kind is not TableKind.UNITS and (other := self._other(kind, rank, rows, steps, span)) is not None:
+                found[kind] = other
+        return _Part(found, num_cut_waits, span)
 
     def _in_window(self, start: NDArray[np.int64], end: NDArray[np.int64]) -> Mask:
         """Rows that overlap the window; a row with one time counts as a point."""
@@ -160,30 +238,12 @@ class _Cut:
         last = np.where(present(end), end, start)
         return np.asarray(present(first) & (first < high) & ((last > low) | ((first >= low) & (last >= low))))
 
-    def _follow_waits(self, columns: dict[str, Any], rows: NDArray[np.int64]) -> None:
-        """Gives `awaits` the new row numbers."""
-        awaits = columns.get("awaits")
-        if awaits is None:
-            return
-        columns["awaits"] = _renumbered(awaits, rows)
-        self.num_cut_waits += int(np.count_nonzero(present(awaits) & ~present(columns["awaits"])))
-
-    def _span(self, units: UnitTable, kept: Mask) -> tuple[int, int] | None:
-        """The time that the kept units cover."""
-        times = np.concatenate([units.start_ns[kept], units.end_ns[kept]])
-        times = times[times != ABSENT]
-        if not len(times):
-            return None
-        span = int(times.min()), int(times.max())
-        self.first_ns, self.last_ns = min(self.first_ns, span[0]), max(self.last_ns, span[1])
-        return span
-
     def _other(
         self, kind: TableKind, rank: int, rows: NDArray[np.int64], steps: set[int], span: tuple[int, int] | None
-    ) -> None:
+    ) -> tuple[dict[str, Column], NDArray[np.int64]] | None:
         table = read_table(self._reader, kind, rank)
         if not len(table):
-            return
+            return None
         columns = table.columns()
         mask = np.ones(len(table), np.bool_)
         if kind.name == "EVENTS":
@@ -200,9 +260,9 @@ class _Cut:
                 mask &= self._in_window(np.where(present(table.start_ns), table.start_ns, before), table.end_ns)
             elif self._window is not None:
                 mask &= np.isin(step, list(steps - {ABSENT32}))
-        self.num_rows += int(mask.sum()) if kind is not TableKind.TRACKS else 0
-        if mask.any():
-            add_rows(self._writer, kind, rank, {name: take(column, mask) for name, column in columns.items()})
+        if not mask.any():
+            return None
+        return {name: take(column, mask) for name, column in columns.items()}, table.row_index[mask]
 
     def _events(self, table: Table, rows: NDArray[np.int64], span: tuple[int, int] | None) -> Mask:
         """Events of kept units, and events of no unit that lie in the window (of the units, for a slice by steps)."""
@@ -216,6 +276,13 @@ class _Cut:
             first = np.where(present(table.start_ns), table.start_ns, table.end_ns)
             inside = present(first) & (first >= span[0]) & (first <= span[1])
         return np.asarray(mask & np.where(follows, np.isin(unit, rows), inside))
+
+
+def _span(units: UnitTable, kept: Mask) -> tuple[int, int] | None:
+    """The time that the kept units cover."""
+    times = np.concatenate([units.start_ns[kept], units.end_ns[kept]])
+    times = times[times != ABSENT]
+    return (int(times.min()), int(times.max())) if len(times) else None
 
 
 def _renumbered(column: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.int64]:

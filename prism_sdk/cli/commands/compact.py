@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from prism_sdk.cli.output import echo_json, format_bytes, json_ready
+from prism_sdk.cli.output import Ticker, echo_json, format_bytes, json_ready
 from prism_sdk.cli.outputs import check_output
 from prism_sdk.errors import ExitCode
 from prism_sdk.wording import counted
@@ -31,7 +31,8 @@ def command(source: Path, output: Path, overwrite: bool, as_json: bool) -> int:
     import prismtrace
 
     check_output(output, overwrite=overwrite, sources=[source])
-    report = prismtrace.compact(source, output, overwrite=overwrite)
+    progress = Ticker(f"storing once what ranks of {source} share", of="ranks")
+    report = prismtrace.compact(source, output, overwrite=overwrite, progress=progress)
     before, after = source.stat().st_size, output.stat().st_size
     if as_json:
         echo_json({"file": source, "output": output, "bytes_before": before, "bytes": after, **json_ready(report)})

@@ -79,6 +79,7 @@ def command(
             allow_empty=False,
             overwrite=overwrite,
             progress=None if quiet else Ticker(f"cutting {source}", of="ranks"),
+            storing=None if quiet else Ticker(f"storing once what ranks of {output} share", of="ranks"),
         )
     except prismtrace.TraceUsageError as error:
         raise UsageError(str(error), hint="`prism info` shows the steps, `prism cat` the times") from error

@@ -5,13 +5,14 @@ Does not look at times: it lets every rank run as far as the order of its units 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from prismtrace.members import OfRanks
 from prismtrace.model import ABSENT, ABSENT32, UnitKind
 from prismtrace.structure import mixed
 from prismtrace.tables import UnitTable
@@ -49,19 +50,20 @@ class WaitGraph:
     def __init__(self) -> None:
         self._ranks: list[_Rank] = []
 
-    def add(self, rank: int, units: UnitTable) -> None:
-        """Takes in the units of one rank."""
+    def add(self, ranks: Sequence[int], units: UnitTable, group: OfRanks, peer: OfRanks) -> None:
+        """Takes in the units of ranks that differ in group and peer alone."""
         collective = units.kind == UnitKind.COLLECTIVE
         send, receive = units.kind == UnitKind.SEND, units.kind == UnitKind.RECV
         joined = (collective | ((send | receive) & (units.peer != ABSENT32))) & (units.seq != ABSENT)
         rows = np.flatnonzero(joined)
-        key = np.zeros(len(rows), _KEY)
+        key = np.zeros((len(ranks), len(rows)), _KEY)
         key["kind"] = np.where(collective[rows], _COLLECTIVE, _MESSAGE)
-        key["group"], key["seq"] = units.group_id[rows], units.seq[rows]
+        key["group"], key["seq"] = group.values[group.codes[rows]].view(np.uint64).T, units.seq[rows]
         p2p = ~collective[rows]
         key["tag"] = np.where(p2p, units.tag[rows], 0)
-        key["src"] = np.where(p2p, np.where(send[rows], rank, units.peer[rows]), 0)
-        key["dst"] = np.where(p2p, np.where(send[rows], units.peer[rows], rank), 0)
+        mine, theirs = np.array(ranks)[:, None], peer.values[peer.codes[rows]].T
+        key["src"] = np.where(p2p, np.where(send[rows], mine, theirs), 0)
+        key["dst"] = np.where(p2p, np.where(send[rows], theirs, mine), 0)
         waits = np.flatnonzero((units.kind == UnitKind.WAIT) & (units.awaits != ABSENT))
         index = units.row_index
         place = np.searchsorted(index[rows], units.awaits[waits]).clip(0, max(0, len(rows) - 1))
@@ -72,11 +74,12 @@ class WaitGraph:
             waits, place = waits[good], place[good]
         else:
             waits, place = waits[:0], place[:0]
-        self._ranks.append(_Rank(rank, index[rows], key, index[waits], place.astype(np.int64)))
+        posts, wait_row, target = index[rows], index[waits], place.astype(np.int64)
+        self._ranks += [_Rank(rank, posts, key[at], wait_row, target) for at, rank in enumerate(ranks)]
 
     def cycles(self) -> Iterator[Cycle]:
         """Circles, one for each set of ranks that hold each other up."""
-        ranks = self._ranks
+        ranks = sorted(self._ranks, key=lambda one: one.rank)
         if not any(len(one.wait_row) for one in ranks):
             return
         run = _Run(ranks)
@@ -89,7 +92,7 @@ class _Run:
 
     def __init__(self, ranks: list[_Rank]) -> None:
         self._ranks = ranks
-        _, self._event = np.unique(np.concatenate([_key_numbers(one.key) for one in ranks]), return_inverse=True)
+        _, self._event = np.unique(_key_numbers(np.concatenate([one.key for one in ranks])), return_inverse=True)
         self._post_start = np.concatenate([[0], np.cumsum([len(one.key) for one in ranks])]).astype(np.int64)
         self._missing = np.bincount(self._event).astype(np.int64)
         waits = [len(one.wait_row) for one in ranks]

@@ -5,12 +5,35 @@ Does not decode streams; the decoder passes their values in.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Values = NDArray[np.int64]
+
+
+class OfRanks(NamedTuple):
+    """An integer column of several ranks: in row `i` they have `values[codes[i]]`, of shape (ranks,)."""
+
+    codes: NDArray[np.int64]
+    values: Values
+
+    @classmethod
+    def of(cls, column: NDArray[Any], num_ranks: int, replaced: tuple[NDArray[np.int64], Values] | None) -> OfRanks:
+        """A column that ranks have in common, but for what replaces it (see `add_alike`); no two values are the same.
+
+        Values are int64; unsigned ones are reinterpreted.
+        """
+        column = column.view(np.int64) if column.dtype == np.uint64 else column.astype(np.int64)
+        distinct, codes = np.unique(column, return_inverse=True)
+        if replaced is None:
+            return cls(codes, np.repeat(distinct[:, None], num_ranks, axis=1))
+        values = np.concatenate([replaced[1], np.repeat(distinct[:, None], num_ranks, axis=1)])
+        codes = np.where(replaced[0] >= 0, replaced[0], codes + len(replaced[1]))
+        same: dict[bytes, int] = {}
+        one_of = np.array([same.setdefault(row.tobytes(), place) for place, row in enumerate(values)], np.int64)
+        return cls(one_of[codes] if len(one_of) else codes, values)
 
 
 class Changes(NamedTuple):

@@ -62,11 +62,13 @@ def moe_balance(
 def _loads(reader: TraceReader, rank: int, steps: range | None) -> Iterator[tuple[int, int, int]]:
     names = ["op", "group_id", "seq", "num_elements_out", "splits_out"]
     for part in reader.iter_units(rank, steps=steps, columns=names):
-        for row in np.flatnonzero((part.op == Op.ALL_TO_ALL) & (part.seq != ABSENT)).tolist():
-            splits = part.splits_out[row]
-            load = int(splits.sum()) if splits is not None else int(part.num_elements_out[row])
-            if load != ABSENT:
-                yield int(part.group_id[row]), int(part.seq[row]), load
+        rows = np.flatnonzero((part.op == Op.ALL_TO_ALL) & (part.seq != ABSENT))
+        splits = part.splits_out
+        sums = np.concatenate([[0], np.cumsum(splits.values)])[splits.offsets]
+        loads = np.where(splits.valid, sums[1:] - sums[:-1], part.num_elements_out)[rows]
+        known = loads != ABSENT
+        rows = rows[known]
+        yield from zip(part.group_id[rows].tolist(), part.seq[rows].tolist(), loads[known].tolist(), strict=True)
 
 
 def _of_group(

@@ -87,9 +87,10 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
     keys = np.stack([c[name][first].astype(np.uint64) for name in ("group_id", "op", "dtype")]
                     + [largest.astype(np.uint64), arrived.astype(np.uint64)], axis=1)  # fmt: skip
     found, names = [], _names(job)
-    unique, kind_of = np.unique(keys, axis=0, return_inverse=True)
-    for index, key in enumerate(unique):
-        chosen = np.flatnonzero(kind_of.reshape(-1) == index)
+    order = np.lexsort(keys.T[::-1])
+    differs = (keys[order][1:] != keys[order][:-1]).any(axis=1)
+    for chosen in np.split(order, np.flatnonzero(differs) + 1) if len(order) else ():
+        key = keys[chosen[0]]
         found.append(_entry(job, [int(value) for value in key], slowest[chosen], sample=int(first[chosen[0]]),
                             name=names.get(int(key[0]), "")))  # fmt: skip
     return tuple(sorted(found, key=lambda b: -(b.time_ns or 0) * b.num_operations))

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.analysis.job import Job
-from prismtrace import ABSENT, ABSENT32, DType, Phase, TraceReader, UnitKind
+from prismtrace import ABSENT, ABSENT32, DictionaryColumn, DType, Phase, TraceReader, UnitKind
 
 __all__ = ["LayerCost", "layer_costs"]
 
@@ -65,12 +65,11 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
             continue
         table = source.units(rank, steps=steps, columns=[_COLUMN])
         layers = dict(table.columns()).get(_COLUMN)
-        if layers is None:
+        if not isinstance(layers, DictionaryColumn):
             continue
         rows = table.row_index - int(job.graph.first_index[position]) + int(job.graph.offsets[position])
         inside = (rows >= job.graph.offsets[position]) & (rows < job.graph.offsets[position + 1])
-        kept = [layer for layer, is_in in zip(layers, inside.tolist(), strict=True) if is_in]
-        for layer, cost in _of_rank(job, rows[inside], kept, steady).items():
+        for layer, cost in _of_rank(job, rows[inside], layers.take(inside), steady).items():
             found.setdefault(layer, []).append(cost)
     if not found.keys() - {None}:
         return ()
@@ -82,14 +81,16 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
 
 
 def _of_rank(
-    job: Job, rows: Int64Array, layers: list[str | None], steady: Int64Array
+    job: Job, rows: Int64Array, layers: DictionaryColumn[str], steady: Int64Array
 ) -> dict[str | None, npt.NDArray[np.float64]]:
     """The figures of each layer of one rank, a step."""
     c = {name: job.graph.columns[name][rows] for name in (
         "kind", "phase", "step", "start_ns", "end_ns", "dtype", "num_elements_in", "num_elements_out")}  # fmt: skip
-    texts = sorted({layer for layer in layers if layer is not None})
+    used = np.unique(layers.codes)
+    texts = sorted({layers.values[code] for code in used.tolist() if code >= 0})
     code_of: dict[str | None, int] = {None: 0, **{text: number for number, text in enumerate(texts, 1)}}
-    codes = np.array([code_of[layer] for layer in layers], dtype=np.int64)
+    numbers = np.array([0 if code < 0 else code_of[layers.values[code]] for code in used.tolist()], dtype=np.int64)
+    codes = numbers[np.searchsorted(used, layers.codes)]
     kind, start, completion = c["kind"], c["start_ns"], job.completion_ns[rows]
     host = (c["end_ns"] != ABSENT) & (start != ABSENT)
     talks = (kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV)

@@ -99,8 +99,10 @@ def _check_groups(m: _Matcher) -> None:
     """Every communication row names a known group that its rank (and the peer of a message) belongs to, and a seq."""
     rows = np.flatnonzero((m.columns["kind"] >= UnitKind.COLLECTIVE) & (m.columns["kind"] <= UnitKind.RECV))
     group_ids = m.columns["group_id"][rows]
-    for group_id in np.unique(group_ids):
-        selected = rows[group_ids == group_id]
+    order = np.argsort(group_ids, kind="stable")
+    distinct, starts = np.unique(group_ids[order], return_index=True)
+    for group_id, part in zip(distinct, np.split(order, starts[1:]), strict=False):
+        selected = rows[part]
         if int(group_id) not in m.groups:
             m.fail(GraphError, f"{m.where(int(selected[0]))} is in group {int(group_id):#x}, which the trace lacks", [],
                    hint="the trace is damaged or was merged without its groups: record it again")  # fmt: skip

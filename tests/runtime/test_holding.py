@@ -161,6 +161,16 @@ def operations(job: Job) -> list[tuple[Call, list[list[float]]]]:
     call = job.add("alltoall_base_", (out, tensor(0, 5, 6, 7), None, [1, 2, 1], [1, 2, 1]), given,
                    send_bytes={0: (4, 4, 4), 2: (4, 4, 4)})  # fmt: skip
     expect(call, [1, 5, 6, 9])
+    # routed otherwise than then: what the others gave for this rank is cut, or repeated, and what was for others is not
+    out = torch.zeros(7)
+    given = {0: floats(9, 1, 2, 9), 2: floats(9, 4, 5, 6, 9)}
+    call = job.add("alltoall_base_", (out, tensor(0, 5, 6, 7), None, [3, 2, 2], [1, 2, 1]), given,
+                   send_bytes={0: (4, 8, 4), 2: (4, 12, 4)})  # fmt: skip
+    expect(call, [1, 2, 1, 5, 6, 4, 5])
+    out = torch.ones(4)
+    call = job.add("alltoall_base_", (out, tensor(5, 6), None, [1, 2, 1], [0, 2, 0]), {0: floats(9, 9), 2: floats(3)},
+                   send_bytes={0: (4, 0, 4), 2: (0, 4, 0)})  # fmt: skip
+    expect(call, [0, 5, 6, 3])
     x = torch.zeros(2)
     expect(job.add("scatter_", ([x], [], None, 0), {0: floats(0, 0, 3, 4, 0, 0)}), [3, 4])
     outs = [torch.zeros(2) for _ in range(SIZE)]

@@ -84,8 +84,9 @@ def fill_alone(call: Call) -> bool:
 
 
 def _deliver(
-    call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]], *, is_recorded: bool = False
-) -> None:
+    call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]], *,
+    is_recorded: bool = False,
+) -> None:  # fmt: skip
     for delivery in call.deliveries:
         copy_pieces(delivery.tensor, pieces(delivery.source) if delivery.source != COMBINED else pieces(0),
               delivery.offset_bytes)  # fmt: skip

@@ -6,6 +6,7 @@ The device is one that does everything at once on the CPU, and blocks whoever te
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -280,6 +281,19 @@ def test_capturing_is_refused(job: Job, device: Device, monkeypatch: pytest.Monk
             hold.takes(call, torch.device("cpu"))
     os.close(ring_fd)
     os.close(table_fd)
+
+
+def test_an_emulated_kernel_competes_as_nccls_does(job: Job, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives NCCL an ordinary stream by itself; a bare wait takes no SM, and may as well be urgent."""
+    call = job.add("broadcast_", ([torch.zeros(2)], None, 0, 0), {0: floats(8, 9)})
+    urgent = dataclasses.replace(call, group=dataclasses.replace(GROUP, is_urgent=True, group_id=78))
+    hold = object.__new__(holding.StreamHold)
+    hold._hold_kernel, hold._joining = None, None
+    assert hold._is_urgent(call)
+    hold._joining = object()
+    assert (hold._is_urgent(call), hold._is_urgent(urgent)) == (False, True)
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+    assert hold._is_urgent(call)
 
 
 def test_tensors_that_are_not_contiguous_are_left_to_the_host() -> None:

@@ -171,7 +171,7 @@ def test_a_gpu_that_hangs_loses_nothing_that_it_has_passed(
     monkeypatch.setattr(gpu, "synchronize", lambda: pytest.fail("waits for ever"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: gpu.synchronize())
     for _ in range(2):
-        begin = tracer.now()
+        tracer.now()
         gpu.launch(3_000_000)
         tracer.backward_begins([LateLoss(gpu)])
         tracer.optimizer_begins()

@@ -144,8 +144,8 @@ class DeviceTracer(Tracer):
             first = done.index(False) if False in done else len(done)
             self._steps, kept = self._steps[:first], self._steps[first:]
         self._steps = [
-            (step, ABSENT if start == ABSENT else self._when(start), self._when(end), [*filter(_is_there, losses)], peak,
-             cpu_ns)
+            (step, ABSENT if start == ABSENT else self._when(start), self._when(end), [*filter(_is_there, losses)],
+             peak, cpu_ns)
             for step, start, end, losses, peak, cpu_ns in self._steps
         ]  # fmt: skip
         super()._write_steps(everything=everything)

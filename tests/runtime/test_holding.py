@@ -286,6 +286,7 @@ def test_capturing_is_refused(job: Job, device: Device, monkeypatch: pytest.Monk
 def test_an_emulated_kernel_competes_as_nccls_does(job: Job, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch gives NCCL an ordinary stream by itself; a bare wait takes no SM, and may as well be urgent."""
     call = job.add("broadcast_", ([torch.zeros(2)], None, 0, 0), {0: floats(8, 9)})
+    job.script()
     urgent = dataclasses.replace(call, group=dataclasses.replace(GROUP, is_urgent=True, group_id=78))
     hold = object.__new__(holding.StreamHold)
     hold._hold_kernel, hold._joining = None, None

@@ -15,7 +15,8 @@ A map for newcomers, from the inside out::
     notebook   tables and readers in HTML;  frames  as data frames of pandas, polars, pyarrow
     sharing    the same rows for many ranks;  alike  reads ranks of one role together
     rows       rows as Python values;  sizes  where the bytes go
-    validate   contradictions (findings names them, rankchecks looks at one rank, matching and cycles across ranks);  json_twin  a trace as JSON
+    validate   contradictions (findings names them, rankchecks looks at one rank, matching and cycles across ranks)
+    json_twin  a trace as JSON
 """
 
 from prismtrace.align import Alignment, ClockCorrection, estimate_clocks

@@ -266,6 +266,7 @@ class TracerNamer:
 
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Where this rank is in the job."""
+        axis: Any  # of a plugin that nobody checks
         for axis, at in coordinates.items():
             try:
                 if not isinstance(axis, str) or not axis.isprintable() or not axis or set(axis) & set(",= "):

@@ -189,6 +189,15 @@ def test_ctrl_c_ends_with_one_line_whenever_it_is_pressed(trace: Path, when: str
     assert done.stderr.strip() == ("prism: interrupted" if expected else "")
 
 
+def test_little_is_imported_before_somebody_listens_for_ctrl_c() -> None:
+    program = "import sys\nbefore = set(sys.modules)\nimport prism_sdk.cli.entry\nprint(*set(sys.modules) - before)"
+    words = [sys.executable, "-S", "-c", program]  # site may have imported more already
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env={"PYTHONPATH": root})
+    assert "prism_sdk.cli.entry" in done.stdout.split()
+    assert "typing" not in done.stdout.split()
+
+
 @pytest.mark.parametrize("name", ["", ".", "-"])
 @pytest.mark.parametrize("words", [["report"], ["slice", "--ranks", "0"], ["redact"], ["compact"], ["simulate"]])
 def test_outputs_that_are_no_names_are_refused(

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -49,6 +50,11 @@ class Run:
     what: str
     commands: list[tuple[list[str], dict[str, str]]]
     gate: Path
+    rank: int = 0
+    """Whose sayings are kept."""
+    counted: tuple[int, int | None] = (WARM, None)
+    """The steps whose mean counts: from, and up to."""
+    seconds: float = RUN_SECONDS
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     code: int = -1
     said: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +70,9 @@ class Run:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Open the gate and wait; what rank 0 said is kept."""
+        """Open the gate and wait; what the rank said is kept."""
         self.gate.touch()
-        until, self.code = time.monotonic() + RUN_SECONDS, 0
+        until, self.code = time.monotonic() + self.seconds, 0
         for process in self.processes:
             try:
                 out, err = process.communicate(timeout=max(until - time.monotonic(), 1))
@@ -77,7 +83,7 @@ class Run:
             self.err += err
             for line in out.splitlines():
                 kind, _, text = line.partition(" ")
-                if kind in ("STEPS", "LOSS", "MEMORY") and json.loads(text)["rank"] == 0:
+                if kind in ("STEPS", "LOSS", "MEMORY", "REFUSED") and json.loads(text)["rank"] == self.rank:
                     self.said[kind] = json.loads(text)
         if self.code:
             print(f"   {self.what}: exit {self.code}\n{self.err[-1500:]}", flush=True)
@@ -90,7 +96,7 @@ class Run:
     @property
     def step_ms(self) -> float:
         """Mean of the steps that count; 0 where there are none."""
-        times = self.said.get("STEPS", {}).get("ms", [])[WARM:]
+        times = self.said.get("STEPS", {}).get("ms", [])[slice(*self.counted)]
         return mean(times) if times and not self.code else 0.0
 
 
@@ -98,11 +104,30 @@ def words(kind: str, steps: int) -> list[str]:
     return [str(JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
 
 
-def prism(mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path) -> Run:
+def prism(
+    mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path, ranks: int = 2, **more: str
+) -> Run:
+    """The job under `prism MODE`, with `more` in its environment."""
     device = ["--device", "cpu"] if REHEARSE else []
-    size = [] if mode == "emulate" else ["--nproc-per-node", "2"]
+    size = [] if mode in ("calibrate", "emulate") else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *device, *options, "--"]
-    return Run(f"{mode} {kind}", [(command + words(kind, steps), {})], gate)
+    return Run(f"{mode} {kind}", [(command + words(kind, steps), more)], gate)
+
+
+def in_turns(runs: Sequence[Run], *, may_go_on: Callable[[Run], bool] = lambda run: True) -> list[Run]:
+    """One after the other, while the next one loads torch; returns those that ran before one that may not."""
+    done: list[Run] = []
+    for position, run in enumerate(runs):
+        if not may_go_on(run):
+            run.kill()
+            break
+        if not run.processes:
+            run.start()
+        if position + 1 < len(runs) and may_go_on(runs[position + 1]):
+            runs[position + 1].start()
+        run.finish()
+        done.append(run)
+    return done
 
 
 def real(folder: Path, kind: str, number: int) -> Run:
@@ -154,16 +179,13 @@ def table(kind: str, folder: Path) -> dict[str, Any]:
             options = ("--graph", str(graph), *OPTIONS[backend])
             gate = folder / f"gate-{kind}-{backend}-{number}"
             runs.append((backend, prism("emulate", output, kind, STEPS, *options, gate=gate)))
-    runs[0][1].start()
-    for position, (_, run) in enumerate(runs):
-        if position + 1 < len(runs):
-            runs[position + 1][1].start()  # loads torch, and waits
-        run.finish()
+    in_turns([run for _, run in runs])
     return summary(kind, runs)
 
 
-def summary(kind: str, runs: list[tuple[str, Run]]) -> dict[str, Any]:
-    by_name = {name: [run for other, run in runs if other == name] for name in ("real", *BACKENDS)}
+def summary(kind: str, runs: Sequence[tuple[str, Run]], *, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
+    """Real steps and those of the others, their errors, and by how many bytes they differ at most."""
+    by_name = {name: [run for other, run in runs if other == name] for name in ("real", *names)}
     steps = {name: [round(run.step_ms, 3) for run in some if run.step_ms] for name, some in by_name.items()}
     memory = {name: [run.said.get("MEMORY", {}).get("parts") for run in some if not run.code]
               for name, some in by_name.items()}  # fmt: skip
@@ -172,7 +194,7 @@ def summary(kind: str, runs: list[tuple[str, Run]]) -> dict[str, Any]:
         whole = mean(steps["real"])
         found["real_ms"] = round(whole, 3)
         found["real_spread_percent"] = round(100 * (max(steps["real"]) - min(steps["real"])) / whole, 3)
-        for name in BACKENDS:
+        for name in names:
             if steps[name]:
                 errors = [100 * (ms / whole - 1) for ms in steps[name]]
                 found[name] = {

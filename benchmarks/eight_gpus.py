@@ -15,9 +15,11 @@ Its parts, in this order; each has an estimate and is left out, and named under 
    predicts who has never seen more than two GPUs. They run at the same time, each with a GPU for itself.
 5. turns 2 and 3: as turns 1, without calibrating; the third without two GPUs.
 6. memory: the first job with less device memory than it needs, real and emulated: whether the same allocation fails.
+7. losses: each job in small, with all values recorded: how far losses are from the recording's and from a real run's.
+   (Large jobs are recorded without values where these decide nothing but losses; for a pipeline they decide more.)
 
 What is known is written after each part: $OUT/eight_gpus.json, eight_gpus.md (rows of a table), and at the end
-traces.tar (redacted: of each job the first real run and the first emulation, of the emulated rank, and the graph).
+traces.tar (redacted: of each job the first real run and the first emulations, of the emulated rank).
 Steps 4 to 9 count; 10 and 11 have their kernels recorded.
 """
 
@@ -28,7 +30,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,14 +42,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
+import eight_gpus_report as report
 import gpu_table
+from gpu_checks import made_up_times
 from gpu_table import RECORDED_STEPS, Run, prism
 
 JOBS = ("moe", "dense", "hsdp", "1f1b", "tp", "interleaved", "ddp")
 PIPELINES = ("1f1b", "interleaved")
-STEPS, KERNELS = 12, "10:12"
+STEPS, SMALL_STEPS, KERNELS = 12, 5, "10:12"
 COUNTED = (4, 10)
-ESTIMATES_S = {"record": 25.0, "calibrate": 30.0, "turn": 10.0, "fit": 35.0, "alone": 120.0, "memory": 30.0}
+ESTIMATES_S = {"record": 25.0, "calibrate": 30.0, "turn": 10.0, "fit": 35.0, "alone": 120.0, "memory": 30.0,
+               "losses": 40.0}  # fmt: skip
 ONE, TWO = "one GPU", "two GPUs"
 LIMIT_SHARE = 0.9  # of what the job has at most, for `memory`
 
@@ -98,6 +102,7 @@ class Benchmark:
                 what = f"{job}: turns {number}"
                 yield what, (1 + len(names)) * ESTIMATES_S["turn"], lambda job=job, names=names: self.turn(job, names)  # type: ignore[misc]
         yield "memory", ESTIMATES_S["memory"], lambda: self.memory(self.jobs[0])
+        yield "losses", ESTIMATES_S["losses"] * -(-len(self.jobs) // 3), self.losses
 
     def run(self) -> bool:
         """All parts for which there is time; whether every one of them went well."""
@@ -116,7 +121,7 @@ class Benchmark:
                 print(f"BAD {self.cut[-1]}", flush=True)
             self.took_s[name] = round(time.monotonic() - began, 1)
             self.write()
-        self.keep_traces()
+        report.keep_traces(self.traces, self.out / "traces.tar", rank_of=self.rank_of)
         self.write()
         return good
 
@@ -187,30 +192,11 @@ class Benchmark:
 
     def _compare(self, job: str) -> None:
         """What traces say of units, kernels, memory and losses."""
-        from prism_sdk.graph.compare import compare_traces
-
         there = {name: [str(path) for path in paths if path.exists()] for name, paths in self.traces[job].items()}
         for name in (ONE, TWO):
-            if not there.get("real") or not there.get(name):
-                continue
-            comparison = compare_traces(there["real"], there[name])
-            one = next(found for found in comparison.ranks if found.rank == self.rank_of(job))
-            self.results[job].setdefault(name, {})["traces"] = {
-                "units": [
-                    [unit.kind, unit.op, unit.phase, unit.num_real, unit.num_other, unit.real_median_ns,
-                     unit.other_median_ns, unit.error_percent] for unit in one.units
-                ],
-                "kernels": [
-                    [kernel.name[:60], kernel.num_real, kernel.num_other, round(kernel.real_ns), kernel.error_percent,
-                     kernel.real_spread_percent, kernel.start_difference_ns, kernel.real_start_spread_ns]
-                    for kernel in one.kernels[:12]
-                ],
-                "peak_bytes_apart": None if one.memory is None else one.memory.difference_bytes,
-                "losses_apart": None if one.loss is None else one.loss.max_abs_difference,
-                "losses_of_real_runs_apart": None if one.loss is None else one.loss.real_max_abs_difference,
-                "order_is_equal": None if one.order is None else one.order.is_equal,
-                "missing": list(comparison.missing),
-            }  # fmt: skip
+            if there.get("real") and there.get(name):
+                said = report.compared(there["real"], there[name], self.rank_of(job))
+                self.results[job].setdefault(name, {})["traces"] = said
 
     # -- predictions ------------------------------------------------------------------------------------------------
 
@@ -285,48 +271,47 @@ class Benchmark:
         is_same = "step" in said["real"] and said["real"] == said[ONE]
         self.results.setdefault(job, {})["out of memory"] = {"limit": limit[1], "is_same": is_same, **said}
 
+    # -- losses -----------------------------------------------------------------------------------------------------
+
+    def losses(self) -> None:
+        """Three jobs at a time: no times are taken."""
+        with ThreadPoolExecutor(1 if self.is_tiny else 3) as pool:
+            list(pool.map(self._losses, self.jobs))
+
+    def _losses(self, job: str) -> None:
+        bare, graph = self.folder / f"{job}-small.prism", self.folder / f"{job}-small-graph.prism"
+        rank = self.rank_of(job)
+        recorded = self._small("record", bare, job, "--payloads", "full")
+        real = self._small("observe", self.folder / f"{job}-small-real.prism", job)
+        made_up_times(bare, graph)
+        options = ("--graph", str(graph), "--sandbox", str(rank))
+        emulated = self._small("emulate", self.folder / f"{job}-small-emulated.prism", job, *options)
+        self.results.setdefault(job, {})["losses"] = {
+            "emulated": emulated, "apart_from_recorded": _apart(emulated, recorded),
+            "apart_from_real": _apart(emulated, real),
+        }  # fmt: skip
+
+    def _small(self, mode: str, output: Path, job: str, *options: str) -> list[float]:
+        """Losses of the job with small layers."""
+        run = self._prism(mode, output, job, *options, steps=SMALL_STEPS)
+        command = run.commands[0][0]
+        if "--small" not in command:
+            command.append("--small")
+        _alone(run)
+        return list(run.said["LOSS"]["losses"])
+
     # -- what is kept -----------------------------------------------------------------------------------------------
 
     def write(self) -> None:
         """Everything that is known, rewritten."""
         facts = {"gpus": self.gpus, "cut": self.cut, "took_s": self.took_s, "jobs": self.results}
         (self.out / "eight_gpus.json").write_text(json.dumps(facts, indent=1))
-        (self.out / "eight_gpus.md").write_text(self.table())
+        text = report.table(self.results, self.cut, gpus=self.gpus, names=(ONE, TWO))
+        (self.out / "eight_gpus.md").write_text(text)
 
-    def table(self) -> str:
-        """Rows of Markdown."""
-        rows = [
-            f"| job, {self.gpus} ranks | real, ms | spread, % | {ONE}: mean error, worst, % "
-            f"| {TWO}: mean error, worst, % | bytes apart | from one GPU alone, % |", "|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        for job, found in self.results.items():
-            errors = [
-                f"{found[name]['error_percent']:+.2f}, {found[name]['worst_percent']:+.2f}"
-                if "error_percent" in found.get(name, {}) else "not run" for name in (ONE, TWO)
-            ]  # fmt: skip
-            apart = [found[name]["worst_bytes"] for name in (ONE, TWO) if "worst_bytes" in found.get(name, {})]
-            alone = found.get("predicted from one GPU", {}).get("error_percent")
-            cells = [
-                job, *(str(found.get(key, "not run")) for key in ("real_ms", "real_spread_percent")), *errors,
-                str(max(apart)) if apart else "not run", "not run" if alone is None else f"{alone:+.2f}",
-            ]  # fmt: skip
-            rows.append(f"| {' | '.join(cells)} |")
-        return "\n".join([*rows, "", *(f"Not run: {line}" for line in self.cut), ""])
 
-    def keep_traces(self) -> None:
-        """Redacted traces, as small as they get."""
-        from prismtrace import redact, slice_trace
-
-        with tarfile.open(self.out / "traces.tar", "w") as kept:
-            for job, by_name in self.traces.items():
-                for name, paths in by_name.items():
-                    path = next((path for path in paths if path.exists()), None)
-                    if path is None:
-                        continue
-                    part, public = path.with_suffix(".part"), path.with_suffix(".public")
-                    slice_trace(path, part, ranks=[self.rank_of(job)], keep_payloads=False)
-                    redact(part, public)
-                    kept.add(public, arcname=f"{job}-{name.replace(' ', '-')}.prism")
+def _apart(some: Sequence[float], others: Sequence[float]) -> float:
+    return max(abs(a - b) for a, b in zip(some, others, strict=True))
 
 
 def _alone(run: Run) -> None:
@@ -367,7 +352,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as text:
         benchmark = Benchmark(gpus, jobs, asked.seconds, asked.tiny, Path(text), out, asked.turns)
         good = benchmark.run()
-    print(benchmark.table())
+    print((out / "eight_gpus.md").read_text())
     return 0 if good else 1
 
 

@@ -67,7 +67,11 @@ TWO = (
     Section("observe", ("gpu_checks.py", "observe"), 130, 240, _TWO_TURNS),
     Section("calibrate", ("gpu_calibrate.py",), 300, 420),
 )
-ON_DEMAND = (Section("table", ("gpu_table.py",), 580, 590),)
+ON_DEMAND = (
+    Section("table", ("gpu_table.py",), 580, 590),
+    Section("frameworks", ("gpu_table.py", "megatron-tp", "megatron-pp", "zero3"), 400, 590),
+    Section("eight", ("eight_gpus.py",), 575, 590),
+)
 """Sections that run only by name: they take a call of their own."""
 
 

@@ -1,6 +1,7 @@
 """Compares steps of real runs on two GPUs with emulations on one, job by job, in turns.
 
     python benchmarks/gpu_table.py [dense] [moe] [ddp] [1f1b] [interleaved] [tp] [--rehearse]
+    python benchmarks/gpu_table.py megatron-tp megatron-pp zero3 [--rehearse]
 
 For each job: a recording, an observed calibration on both GPUs, then real and emulated runs in turns, 5 each. What is
 known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost. Environment:
@@ -27,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "benchmarks" / "gpu_table_job.py"
+FRAMEWORKS_JOB = ROOT / "benchmarks" / "gpu_frameworks_job.py"
+FRAMEWORKS = ("megatron-tp", "megatron-pp", "zero3")
 KINDS = ("dense", "ddp", "tp", "moe", "1f1b", "interleaved")
 REHEARSE = "--rehearse" in sys.argv
 SECONDS = float(os.environ.get("TABLE_SECONDS", "540"))
@@ -35,7 +38,11 @@ REPEATS = int(os.environ.get("TABLE_REPEATS", "5"))
 BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,occupy,nccl").split(",")
 OPTIONS = {"local": (), "occupy": ("-O", "occupy=24"), "nccl": ("--backend", "nccl")}
 RECORDED_STEPS, STEPS, WARM = 4, 12, 4
-PAYLOADS = {"1f1b": "full", "interleaved": "full"}  # what is received decides what is computed; else none are needed
+PAYLOADS = {
+    "1f1b": "full",
+    "interleaved": "full",
+    "megatron-pp": "full",
+}  # what is received decides what is computed; else none are needed
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -101,7 +108,7 @@ class Run:
 
 
 def words(kind: str, steps: int) -> list[str]:
-    return [str(JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
+    return [str(FRAMEWORKS_JOB if kind in FRAMEWORKS else JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
 
 
 def prism(
@@ -135,7 +142,7 @@ def real(folder: Path, kind: str, number: int) -> Run:
     gate = folder / f"gate-real-{kind}-{number}"
     if REHEARSE:
         return prism("observe", folder / f"real-{kind}-{number}.prism", kind, STEPS, gate=gate)
-    port = str(29600 + 10 * KINDS.index(kind) + number)
+    port = str(29600 + 10 * (*KINDS, *FRAMEWORKS, "hsdp").index(kind) + number)
     commands = [
         ([sys.executable, *words(kind, STEPS)],
          {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",

@@ -8,12 +8,12 @@ $OUT/NAME.txt (the current folder without OUT); $OUT/all.json has verdicts and t
 
 Sections that take a call of their own run by name only: `table`, `frameworks`, `eight`.
 
-Thirty minutes, all on one machine of two GPUs: it stays for 30 s after each call, so the next call is made at once (a new
-machine costs one or two minutes of the thirty). Seconds are estimates, from earlier runs where there were any. A machine
-has no network, so each call carries the folder .whl and begins with
+Thirty minutes, all on one machine of two GPUs that is let go 30 s after a call: so the next call is made at once (a
+new machine costs one or two minutes of the thirty). Seconds are estimates, from earlier runs where there were any. Such
+a machine has no network, so each call takes the folder .whl along and begins with
 
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl &&
-    export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1 || exit
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl
+    export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
 
 In .whl (13 MB), for Python 3.12: zstandard, which Prism needs; for call 3 megatron-core 0.17.1, deepspeed 0.19.8 (built
 with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. Then, 1,580 s and the start:

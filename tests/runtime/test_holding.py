@@ -29,7 +29,7 @@ from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
 from prism_sdk.runtime.oncuda.occupying import HoldKernel  # noqa: E402
-from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
+from prism_sdk.runtime.oncuda.releaser import MAX_LEAD_NS, Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
 from prismtrace import GraphKind, TraceReader, TraceWriter, UnitKind  # noqa: E402
@@ -241,7 +241,8 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
             started = time.monotonic_ns()
             mark = Mark(started)
             held = hold.issue(call, one, one.first_item, (one.seq, 0), posted=mark)
-            assert time.monotonic_ns() - started > TRANSFER_NS - 30_000  # this device blocks whoever asks it to wait
+            # this device blocks whoever asks it to wait
+            assert time.monotonic_ns() - started > TRANSFER_NS - MAX_LEAD_NS
             assert hold.is_done(held)
             hold.wait(held, call)
             hold.see(held)
@@ -252,12 +253,12 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
         hold.finish(is_complete=True)
         facts = hold.summary(0)
         for held, mark in ends:
-            assert held.end.time_ns is not None and held.end.time_ns - mark.seen_ns > TRANSFER_NS - 30_000
+            assert held.end.time_ns is not None and held.end.time_ns - mark.seen_ns > TRANSFER_NS - MAX_LEAD_NS
         assert facts["held_operations"] == len(wanted)
         assert (facts["prefetch_hits"], facts["prefetch_misses"]) == (len(script.sequence.items), 0)
         assert Ring(ring_fd).consumed == len(script.sequence.items)
         # what the host would hold later on can be worked out from what the device has passed
-        assert engine.completion((len(wanted) - 1, 0)) <= ends[-1][0].end.time_ns + 30_000
+        assert engine.completion((len(wanted) - 1, 0)) <= ends[-1][0].end.time_ns + MAX_LEAD_NS
     assert device.said[:4] == [("wait", 0), ("write", 0), ("wait", 1), ("write", 1)]  # whether it can
     side = 0 if not is_async else 3  # the second copies
     per_call = [("write", 0), ("wait", side), ("write", side)]

@@ -6,18 +6,36 @@ Without names: all sections for the number of GPUs there are, in the order below
 limit of its own, after which it is ended with all that it started. What a section prints is printed, and kept in
 $OUT/NAME.txt (the current folder without OUT); $OUT/all.json has verdicts and times, rewritten after each.
 
-With thirty minutes of machines, of which two have two GPUs, run in this order (seconds are estimates from earlier runs;
-a machine takes a minute or more to come, which counts):
+Sections that take a call of their own run by name only: `table`, `frameworks`, `eight`.
 
-1. one GPU, 8 minutes: `gpu_all.py` (probes 40, switch 20, limit 60, hold 180, moves 110, full 30).
-   If a probe is BAD, mend it before anything else.
-2. two GPUs, 8 minutes: `gpu_all.py` (probes 45, reduced 60, nccl 180, observe 130), and `calibrate` as far as time
-   goes. `nccl` needs the probes `words` and `pair`; where `pair` is BAD leave it out.
-3. two GPUs, 10 minutes: `gpu_all.py table`. It is the longest (120 to 210 s for each of its six jobs): what is not
-   reached is said, and `TABLE_BACKENDS=local,occupy TABLE_REPEATS=3` makes it half as long. `gpu_table.py KIND ...`
-   runs single jobs.
+Thirty minutes, all on one machine of two GPUs that is let go 30 s after a call: so the next call is made at once (a
+new machine costs one or two minutes of the thirty). Seconds are estimates, from earlier runs where there were any. Such
+a machine has no network, so each call takes the folder .whl along and begins with
 
-Everything but `table` is a run of a script beside this one, which says more.
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl
+    export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
+
+In .whl (13 MB), for Python 3.12: zstandard, which Prism needs; for call 3 megatron-core 0.17.1, deepspeed 0.19.8 (built
+with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. Then, 1,580 s and the start:
+
+1. 400 s: python3 benchmarks/gpu_all.py --seconds 390 probes reduced nccl calibrate
+   (60 + 60 + 180, calibrate takes the rest). Look at the probes first: with `pair` or `words` BAD backend `nccl` cannot
+   work. `ahead` compares moves into fresh host memory (16 to 21 GB/s before), into memory taken by 1, 2 and 4 threads
+   beforehand, and into memory used before (51 GB/s), and says how fast threads take it.
+2. 430 s: TABLE_SECONDS=290 TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 table
+   (130 s a job: dense, ddp, tp. Where `nccl` does not work, TABLE_BACKENDS=local,occupy before it: 90 s a job.)
+3. 430 s: TABLE_SECONDS=330 TABLE_BACKENDS=local TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 frameworks
+   (100 s each: Megatron-Core with TP 2, with PP 2, ZeRO-3.)
+4. 320 s: CUDA_VISIBLE_DEVICES=0 python3 benchmarks/gpu_all.py --seconds 310 switch limit moves full
+   (20 + 60 + 110 + 30), and in the time that is left the same moves without host memory taken ahead:
+   CUDA_VISIBLE_DEVICES=0 GPU_CHECK_RECORD='--parked-ahead 0' python3 benchmarks/gpu_checks.py moves
+   Compare the lines "device memory of parked ranks" of both.
+If less time is left, 1 and 2 come first; `observe`, `hold`, `graphs` ran before and changed little since.
+
+Where eight GPUs are lent: python3 benchmarks/eight_gpus.py --jobs moe,dense,hsdp,1f1b, then a second call with
+--jobs tp,interleaved,ddp, 580 s each. Files that come back: eight_gpus.json, eight_gpus.md, traces.tar.
+
+Each section is a run of a script beside this one, which says more.
 """
 
 from __future__ import annotations
@@ -50,7 +68,7 @@ class Section:
 
 _TWO_TURNS = {"GPU_CHECK_REPEATS": "2"}
 ONE = (
-    Section("probes", ("gpu_probes.py",), 40, 120),
+    Section("probes", ("gpu_probes.py",), 55, 140),
     Section("switch", ("gpu_checks.py", "switch"), 20, 60),
     Section("limit", ("gpu_checks.py", "limit"), 60, 120),
     Section("hold", ("gpu_hold.py",), 180, 260),
@@ -61,13 +79,17 @@ ONE = (
     Section("calibrate", ("gpu_calibrate.py",), 110, 240),
 )
 TWO = (
-    Section("probes", ("gpu_probes.py",), 45, 120),
+    Section("probes", ("gpu_probes.py",), 60, 140),
     Section("reduced", ("nccl_reduced.py",), 60, 160),
     Section("nccl", ("gpu_hold.py", "--backend=nccl", "operations", "chain", "fsdp2", "ddp"), 180, 270),
     Section("observe", ("gpu_checks.py", "observe"), 130, 240, _TWO_TURNS),
     Section("calibrate", ("gpu_calibrate.py",), 300, 420),
 )
-ON_DEMAND = (Section("table", ("gpu_table.py",), 580, 590),)
+ON_DEMAND = (
+    Section("table", ("gpu_table.py",), 580, 590),
+    Section("frameworks", ("gpu_table.py", "megatron-tp", "megatron-pp", "zero3"), 400, 590),
+    Section("eight", ("eight_gpus.py",), 575, 590),
+)
 """Sections that run only by name: they take a call of their own."""
 
 

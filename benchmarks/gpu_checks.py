@@ -74,7 +74,7 @@ def check_full(folder: Path, num_devices: int) -> bool:
 def check_moves(folder: Path, num_devices: int) -> bool:
     """Sixteen ranks a GPU that do not fit together: losses of a job that does fit, and its peaks, to the byte."""
     ranks, large, small = 16 * num_devices, 12, 2
-    options = ("--slots", str(num_devices))
+    options = ("--slots", str(num_devices), *os.environ.get("GPU_CHECK_RECORD", "").split())
     runs = [
         prism("record", folder / "moves.prism", "states", str(large), "3", ranks=ranks, options=options),
         prism("record", folder / "stays.prism", "states", str(small), "3", ranks=ranks, options=options),

@@ -1,6 +1,7 @@
 """Compares steps of real runs on two GPUs with emulations on one, job by job, in turns.
 
     python benchmarks/gpu_table.py [dense] [moe] [ddp] [1f1b] [interleaved] [tp] [--rehearse]
+    python benchmarks/gpu_table.py megatron-tp megatron-pp zero3 [--rehearse]
 
 For each job: a recording, an observed calibration on both GPUs, then real and emulated runs in turns, 5 each. What is
 known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost. Environment:
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
@@ -26,6 +28,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "benchmarks" / "gpu_table_job.py"
+FRAMEWORKS_JOB = ROOT / "benchmarks" / "gpu_frameworks_job.py"
+FRAMEWORKS = ("megatron-tp", "megatron-pp", "zero3")
 KINDS = ("dense", "ddp", "tp", "moe", "1f1b", "interleaved")
 REHEARSE = "--rehearse" in sys.argv
 SECONDS = float(os.environ.get("TABLE_SECONDS", "540"))
@@ -34,7 +38,11 @@ REPEATS = int(os.environ.get("TABLE_REPEATS", "5"))
 BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,occupy,nccl").split(",")
 OPTIONS = {"local": (), "occupy": ("-O", "occupy=24"), "nccl": ("--backend", "nccl")}
 RECORDED_STEPS, STEPS, WARM = 4, 12, 4
-PAYLOADS = {"1f1b": "full", "interleaved": "full"}  # what is received decides what is computed; else none are needed
+PAYLOADS = {
+    "1f1b": "full",
+    "interleaved": "full",
+    "megatron-pp": "full",
+}  # what is received decides what is computed; else none are needed
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -49,6 +57,11 @@ class Run:
     what: str
     commands: list[tuple[list[str], dict[str, str]]]
     gate: Path
+    rank: int = 0
+    """Whose sayings are kept."""
+    counted: tuple[int, int | None] = (WARM, None)
+    """The steps whose mean counts: from, and up to."""
+    seconds: float = RUN_SECONDS
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     code: int = -1
     said: dict[str, Any] = field(default_factory=dict)
@@ -64,9 +77,9 @@ class Run:
             )  # fmt: skip
 
     def finish(self) -> None:
-        """Open the gate and wait; what rank 0 said is kept."""
+        """Open the gate and wait; what the rank said is kept."""
         self.gate.touch()
-        until, self.code = time.monotonic() + RUN_SECONDS, 0
+        until, self.code = time.monotonic() + self.seconds, 0
         for process in self.processes:
             try:
                 out, err = process.communicate(timeout=max(until - time.monotonic(), 1))
@@ -77,7 +90,7 @@ class Run:
             self.err += err
             for line in out.splitlines():
                 kind, _, text = line.partition(" ")
-                if kind in ("STEPS", "LOSS", "MEMORY") and json.loads(text)["rank"] == 0:
+                if kind in ("STEPS", "LOSS", "MEMORY", "REFUSED") and json.loads(text)["rank"] == self.rank:
                     self.said[kind] = json.loads(text)
         if self.code:
             print(f"   {self.what}: exit {self.code}\n{self.err[-1500:]}", flush=True)
@@ -90,19 +103,38 @@ class Run:
     @property
     def step_ms(self) -> float:
         """Mean of the steps that count; 0 where there are none."""
-        times = self.said.get("STEPS", {}).get("ms", [])[WARM:]
+        times = self.said.get("STEPS", {}).get("ms", [])[slice(*self.counted)]
         return mean(times) if times and not self.code else 0.0
 
 
 def words(kind: str, steps: int) -> list[str]:
-    return [str(JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
+    return [str(FRAMEWORKS_JOB if kind in FRAMEWORKS else JOB), kind, str(steps), *(["--small"] if REHEARSE else [])]
 
 
-def prism(mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path) -> Run:
+def prism(
+    mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path, ranks: int = 2, **more: str
+) -> Run:
+    """The job under `prism MODE`, with `more` in its environment."""
     device = ["--device", "cpu"] if REHEARSE else []
-    size = [] if mode == "emulate" else ["--nproc-per-node", "2"]
+    size = [] if mode in ("calibrate", "emulate") else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *device, *options, "--"]
-    return Run(f"{mode} {kind}", [(command + words(kind, steps), {})], gate)
+    return Run(f"{mode} {kind}", [(command + words(kind, steps), more)], gate)
+
+
+def in_turns(runs: Sequence[Run], *, may_go_on: Callable[[Run], bool] = lambda run: True) -> list[Run]:
+    """One after the other, while the next one loads torch; returns those that ran before one that may not."""
+    done: list[Run] = []
+    for position, run in enumerate(runs):
+        if not may_go_on(run):
+            run.kill()
+            break
+        if not run.processes:
+            run.start()
+        if position + 1 < len(runs) and may_go_on(runs[position + 1]):
+            runs[position + 1].start()
+        run.finish()
+        done.append(run)
+    return done
 
 
 def real(folder: Path, kind: str, number: int) -> Run:
@@ -110,7 +142,7 @@ def real(folder: Path, kind: str, number: int) -> Run:
     gate = folder / f"gate-real-{kind}-{number}"
     if REHEARSE:
         return prism("observe", folder / f"real-{kind}-{number}.prism", kind, STEPS, gate=gate)
-    port = str(29600 + 10 * KINDS.index(kind) + number)
+    port = str(29600 + 10 * (*KINDS, *FRAMEWORKS, "hsdp").index(kind) + number)
     commands = [
         ([sys.executable, *words(kind, STEPS)],
          {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
@@ -154,16 +186,13 @@ def table(kind: str, folder: Path) -> dict[str, Any]:
             options = ("--graph", str(graph), *OPTIONS[backend])
             gate = folder / f"gate-{kind}-{backend}-{number}"
             runs.append((backend, prism("emulate", output, kind, STEPS, *options, gate=gate)))
-    runs[0][1].start()
-    for position, (_, run) in enumerate(runs):
-        if position + 1 < len(runs):
-            runs[position + 1][1].start()  # loads torch, and waits
-        run.finish()
+    in_turns([run for _, run in runs])
     return summary(kind, runs)
 
 
-def summary(kind: str, runs: list[tuple[str, Run]]) -> dict[str, Any]:
-    by_name = {name: [run for other, run in runs if other == name] for name in ("real", *BACKENDS)}
+def summary(kind: str, runs: Sequence[tuple[str, Run]], *, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
+    """Real steps and those of the others, their errors, and by how many bytes they differ at most."""
+    by_name = {name: [run for other, run in runs if other == name] for name in ("real", *names)}
     steps = {name: [round(run.step_ms, 3) for run in some if run.step_ms] for name, some in by_name.items()}
     memory = {name: [run.said.get("MEMORY", {}).get("parts") for run in some if not run.code]
               for name, some in by_name.items()}  # fmt: skip
@@ -172,7 +201,7 @@ def summary(kind: str, runs: list[tuple[str, Run]]) -> dict[str, Any]:
         whole = mean(steps["real"])
         found["real_ms"] = round(whole, 3)
         found["real_spread_percent"] = round(100 * (max(steps["real"]) - min(steps["real"])) / whole, 3)
-        for name in BACKENDS:
+        for name in names:
             if steps[name]:
                 errors = [100 * (ms / whole - 1) for ms in steps[name]]
                 found[name] = {

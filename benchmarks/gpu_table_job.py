@@ -2,8 +2,10 @@
 
     python benchmarks/gpu_table_job.py KIND STEPS [--small]
 
-KIND: dense and moe (FSDP2), ddp, 1f1b and interleaved (torch's pipelining), tp (DTensor). Written for two GPUs and
-NCCL, and for `prism`; says its steps, losses and bytes after each step. It waits for the file GATE before it opens a
+KIND: dense and moe (FSDP2), hsdp (FSDP2 in groups of half the ranks, replicated twice), ddp, 1f1b and interleaved
+(torch's pipelining), tp (DTensor). Written for any even number of GPUs and NCCL, and for `prism`: pipelines and tensor
+parallelism are at most four wide, and what is left of the ranks replicates that (DDP). It says its steps, losses and
+bytes after each step, and what it held where the device had no more; and it waits for the file GATE before it opens a
 GPU, if that is set: the next run can load torch meanwhile.
 """
 
@@ -21,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -31,8 +33,9 @@ SMALL = "--small" in sys.argv
 LENGTH, WIDTH, HEADS = (16, 64, 4) if SMALL else (4096, 4096, 32)
 EXPERTS, TOP, HIDDEN, MOE_WIDTH = (8, 2, 32, 64) if SMALL else (128, 8, 768, 2048)  # Qwen3-30B-A3B
 MICRO_BATCHES = 4
-NUM_BLOCKS = {"dense": 8, "moe": 4, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 14}
-BATCH = {"dense": 2, "moe": 8, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 2}
+NUM_BLOCKS = {"dense": 8, "hsdp": 8, "moe": 4, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 14}
+BATCH = {"dense": 2, "hsdp": 2, "moe": 8, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 2}
+WIDEST = int(os.environ.get("TABLE_WIDEST", "4"))  # pipelines and tensor parallelism
 
 
 def say(kind: str, **values: object) -> None:
@@ -85,8 +88,9 @@ class Experts(nn.Module):
 def blocks(kind: str, device: torch.device) -> list[nn.Module]:
     """The layers of a job on the device."""
     made: list[nn.Module] = []
+    deeper = max(min(dist.get_world_size(), WIDEST) // 2, 1) if kind == "tp" else 1  # each rank does less of a layer
     with device:
-        for _ in range(NUM_BLOCKS[kind]):
+        for _ in range(NUM_BLOCKS[kind] * deeper):
             if kind == "moe":
                 made.append(Block(MOE_WIDTH, max(MOE_WIDTH // 128, 1), Experts()))
             else:
@@ -100,7 +104,8 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 def sharded(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
     """FSDP2 over all ranks, in bf16, reduced in fp32."""
     layers = blocks(kind, device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    shape = (2, dist.get_world_size() // 2) if kind == "hsdp" else (dist.get_world_size(),)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -126,8 +131,8 @@ def replicated(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Ste
 
 
 def tensor_parallel(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
-    """Heads and inner width are cut over all ranks."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    """Heads and inner width are cut over some ranks; over the others parameters are replicated."""
+    mesh = grid(device, "tp")
     layers = blocks(kind, device)
     plan = {
         "q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel(),
@@ -135,13 +140,23 @@ def tensor_parallel(kind: str, device: torch.device) -> tuple[list[nn.Parameter]
     }  # fmt: skip
     model = nn.Sequential(*layers).to(torch.bfloat16)
     for layer in layers:
-        parallelize_module(layer, mesh, plan)
+        parallelize_module(layer, mesh["tp"], plan)
+    if mesh["dp"].size() > 1:
+        fully_shard(model, mesh=mesh["dp"])  # DDP takes no parameters that are cut already
     return list(model.parameters()), simple(model)
 
 
+def grid(device: torch.device, name: str) -> DeviceMesh:
+    """Ranks as replicas times `name`, which is at most four wide."""
+    size = dist.get_world_size()
+    wide = min(size, WIDEST)
+    return init_device_mesh(device.type, (size // wide, wide), mesh_dim_names=("dp", name))
+
+
 def pipelined(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step]:
-    """Two ranks with one stage each, or with two."""
-    rank, size = dist.get_rank(), dist.get_world_size()
+    """Ranks with one stage each, or with two."""
+    mesh = grid(device, "pp")
+    rank, size, num_replicas = mesh["pp"].get_local_rank(), mesh["pp"].size(), mesh["dp"].size()
     per_rank = 2 if kind == "interleaved" else 1
     num_stages = size * per_rank
     layers = blocks(kind, device)
@@ -150,7 +165,10 @@ def pipelined(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step
     for number in range(rank, num_stages, size):
         part = nn.Sequential(*layers[number * each : (number + 1) * each]).to(torch.bfloat16)
         parameters += list(part.parameters())
-        stages.append(PipelineStage(part, number, num_stages, device))
+        whole: nn.Module = part
+        if num_replicas > 1 and per_rank == 1:  # torch's interleaved schedules take no DDP
+            whole = DistributedDataParallel(part, process_group=mesh["dp"].get_group())
+        stages.append(PipelineStage(whole, number, num_stages, device, group=mesh["pp"].get_group()))
 
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - target).float().square().mean()
@@ -165,13 +183,18 @@ def pipelined(kind: str, device: torch.device) -> tuple[list[nn.Parameter], Step
         arguments = (x,) if rank == 0 else ()
         target = {"target": torch.zeros_like(x), "losses": losses} if rank == size - 1 else {}
         schedule.step(*arguments, **target)
+        if num_replicas > 1 and per_rank > 1:
+            for parameter in parameters:
+                assert parameter.grad is not None
+                dist.all_reduce(parameter.grad, group=mesh["dp"].get_group())
+                parameter.grad /= num_replicas
         return torch.stack(losses).mean().detach() if losses else torch.zeros((), device=device)
 
     return parameters, step
 
 
 KINDS = {
-    "dense": sharded, "moe": sharded, "ddp": replicated, "1f1b": pipelined, "interleaved": pipelined,
+    "dense": sharded, "hsdp": sharded, "moe": sharded, "ddp": replicated, "1f1b": pipelined, "interleaved": pipelined,
     "tp": tensor_parallel,
 }  # fmt: skip
 
@@ -190,13 +213,14 @@ def main() -> None:
     parameters, step = KINDS[kind](kind, device)
     optimizer = torch.optim.SGD(parameters, lr=1e-4)
     # ranks of one model read the same tokens
-    is_one_model = kind in ("1f1b", "interleaved", "tp")
-    generator = torch.Generator(device=device).manual_seed(0 if is_one_model else dist.get_rank())
+    wide = min(dist.get_world_size(), WIDEST) if kind in ("1f1b", "interleaved", "tp") else 1
+    generator = torch.Generator(device=device).manual_seed(dist.get_rank() // wide)
     width = MOE_WIDTH if kind == "moe" else WIDTH
-    dtype = torch.float32 if kind in ("dense", "moe") else torch.bfloat16
+    dtype = torch.float32 if kind in ("dense", "hsdp", "moe") else torch.bfloat16
     torch.cuda.synchronize()
     times, losses, memory = [time.perf_counter()], [], []
-    for _ in range(steps):
+
+    def one_step() -> None:
         x = torch.randn(BATCH[kind], LENGTH, width, device=device, generator=generator).to(dtype)
         loss = step(x)
         optimizer.step()
@@ -205,6 +229,14 @@ def main() -> None:
         torch.cuda.synchronize()
         times.append(time.perf_counter())
         memory.append([torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()])
+
+    try:
+        for _ in range(steps):
+            one_step()
+    except torch.OutOfMemoryError as error:
+        held = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        say("REFUSED", step=len(losses), allocated=held[0], reserved=held[1], text=str(error).partition(". GPU")[0])
+        raise
     say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
     say("LOSS", losses=losses)
     say("MEMORY", parts=memory)

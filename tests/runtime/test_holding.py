@@ -284,7 +284,7 @@ def test_capturing_is_refused(job: Job, device: Device, monkeypatch: pytest.Monk
     os.close(table_fd)
 
 
-def test_an_emulated_kernel_competes_as_nccls_does(job: Job, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_emulated_kernel_competes_as_nccls_does(job: Job) -> None:
     """torch gives NCCL an ordinary stream by itself; a bare wait takes no SM, and may as well be urgent."""
     call = job.add("broadcast_", ([torch.zeros(2)], None, 0, 0), {0: floats(8, 9)})
     job.script()
@@ -294,8 +294,6 @@ def test_an_emulated_kernel_competes_as_nccls_does(job: Job, device: Device, mon
     assert hold._is_urgent(call)
     hold._joining = object()
     assert (hold._is_urgent(call), hold._is_urgent(urgent)) == (False, True)
-    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
-    assert hold._is_urgent(call)
 
 
 def test_tensors_that_are_not_contiguous_are_left_to_the_host() -> None:

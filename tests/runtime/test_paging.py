@@ -29,10 +29,10 @@ class FakeLink(Link):
         self.machine, self.rank = machine, rank
 
     def send(self, kind: int, argument: int = 0, num_bytes: int = 0) -> None:
-        if kind == PREPARE:
+        if kind != PREPARE:
+            self.machine.orders.append((self.rank, kind, argument))
+        elif num_bytes:
             self.machine.prepared.append((self.rank, num_bytes))
-            return
-        self.machine.orders.append((self.rank, kind, argument))
 
     def whole(self) -> list[Message]:
         return []
@@ -355,16 +355,13 @@ def test_messages_that_arrive_in_pieces_are_put_together(cut: int) -> None:
 # -- what a launch asks for -------------------------------------------------------------------------------------------
 
 
-def config(tmp_path: Path, **more: Any) -> LaunchConfig:
-    return LaunchConfig(**{"mode": LaunchMode.RECORD, "target": "train.py", "output": tmp_path / "o.prism", **more})
-
-
 def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
 
     def plan(devices: int, environ: dict[str, str] | None = None, **more: Any) -> setup.PagingPlan:
         monkeypatch.setattr(setup.glob, "glob", lambda _pattern: ["/dev/nvidia0"] * devices)
-        return setup.plan_paging(config(tmp_path, **more), num_ranks=2, environ=environ or {}, report=said.append)
+        words = {"mode": LaunchMode.RECORD, "target": "train.py", "output": tmp_path / "o.prism", **more}
+        return setup.plan_paging(LaunchConfig(**words), num_ranks=2, environ=environ or {}, report=said.append)
 
     monkeypatch.setattr(setup, "compiled_library", lambda: tmp_path / "pages.so")
     assert plan(0) == setup.PagingPlan()  # no GPU, nothing asked for
@@ -391,11 +388,9 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     assert found.spec is not None and not found.spec.has_library and found.library is None
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("80GiB", 80 << 30), ("1.5 gb", 1_500_000_000), ("512MiB", 512 << 20), ("0", 0), ("7B", 7)]
-)
-def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
-    assert parse_size(text) == size
+def test_sizes_are_read_with_their_units() -> None:
+    sizes = [*map(parse_size, ("80GiB", "1.5 gb", "512MiB", "0", "7B"))]
+    assert sizes == [80 << 30, 1_500_000_000, 512 << 20, 0, 7]
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "80 gigabytes", "-1", "1e9", "80GiBs"])

@@ -51,7 +51,7 @@ class HeldOperations:
         if self._refusal:
             return False
         if self._hold is None:
-            with contextlib.nullcontext() if device.index is None else torch.cuda.device(device):
+            with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 self._try_to_open(device)
             if self._hold is None:
                 return False

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import threading
 import time
 from array import array
@@ -48,7 +47,6 @@ LATE_NS = 20_000
 _POOL_BYTES = 4 << 30
 _READY_S = 60.0
 _LAST_S = 5.0
-_YES = ("1", "Y", "y", "T", "t")
 _NOTHING = contextlib.nullcontext()
 
 
@@ -170,10 +168,9 @@ class StreamHold:
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the device current in this thread: a program need not call `set_device` to communicate from it."""
-        index = self.device.index
-        if index is None or torch.cuda.current_device() == index:
+        if self.device.type != "cuda" or torch.cuda.current_device() == self.device.index:
             return _NOTHING
-        return torch.cuda.device(index)
+        return torch.cuda.device(self.device)
 
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
@@ -258,7 +255,7 @@ class StreamHold:
     def _is_urgent(self, call: Call) -> bool:
         """A kernel of a collective competes for SMs as NCCL's does, which torch gives an ordinary stream by itself."""
         has_kernel = self._joining is not None or self._hold_kernel is not None
-        return not has_kernel or call.group.is_urgent or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") in _YES
+        return not has_kernel or call.group.is_urgent
 
     def _stream(self, *, is_urgent: bool) -> Any:
         return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=is_urgent), device=self.device)

@@ -11,7 +11,7 @@ import pytest
 
 from prismtrace import TraceReader
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 # trains for ever, with data loader workers and a child of its own in a session of its own
 SCRIPT = """

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -51,7 +51,8 @@ class HeldOperations:
         if self._refusal:
             return False
         if self._hold is None:
-            with contextlib.nullcontext() if device.index is None else torch.cuda.device(device):
+            is_named = cast("int | None", device.index) is not None  # torch says int
+            with torch.cuda.device(device) if is_named else contextlib.nullcontext():
                 self._try_to_open(device)
             if self._hold is None:
                 return False

@@ -21,7 +21,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -170,7 +170,7 @@ class StreamHold:
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Makes the device current in this thread: a program need not call `set_device` to communicate from it."""
-        index = self.device.index
+        index = cast("int | None", self.device.index)  # torch says int, and has None where none was named
         if index is None or torch.cuda.current_device() == index:
             return _NOTHING
         return torch.cuda.device(index)

@@ -69,6 +69,8 @@ class _Runs:
     def chunks_of(self, table: int, rank: int, role: int) -> NDArray[np.int64]:
         """Positions of the chunks in the index, in row order."""
         low, high = self._of_table.get(table, (0, 0))
+        if low == high:  # at once: it is asked for each of a million ranks
+            return _NO_CHUNKS
         if not -(2**63) <= rank < 2**63 or not 0 <= role < 2**64:
             return _NO_CHUNKS
         for column, exact in ((self.rank, np.int64(rank)), (self.role, np.uint64(role))):  # else numpy compares floats

@@ -41,7 +41,7 @@ def table_kind(name: str) -> TableKind:
 def column_names(reader: TraceReader, kind: TableKind, ranks: Sequence[int]) -> list[str]:
     """The columns that some row of the ranks has, or every row: those of the registry in its order, then the others."""
     found = dict.fromkeys(_always(kind))
-    for rank in ranks:
+    for rank in ranks if reader._index.total_rows(kind) else ():
         for table in iter_tables(reader, kind, rank):
             found.update(dict.fromkeys(table.columns()))
     known = [spec.name for spec in COLUMNS[kind]]
@@ -70,7 +70,8 @@ def iter_rows(
         names: enumerations as lower-case names, not numbers.
     """
     left = limit
-    for rank in check_ranks(reader, ranks):
+    wanted_ranks = check_ranks(reader, ranks)
+    for rank in wanted_ranks if reader._index.total_rows(table) else ():
         for part in _parts(reader, table, rank, steps):
             _check_columns(part, table, columns)
             rows = np.arange(len(part))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prism_sdk.cli.parsing import Target, parse_ranks, parse_target
+from prism_sdk.cli.parsing import Target, parse_ranks, parse_size, parse_target
 from prism_sdk.errors import ScriptNotFoundError
 from prism_sdk.runtime.config import StepRange
 
@@ -124,3 +124,16 @@ def test_missing_targets_say_what_to_do(folder: Path, words: list[str], is_modul
 def test_nothing_to_run(words: list[str]) -> None:
     with pytest.raises(click.UsageError, match="which"):
         parse_target(words, is_module=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 << 30), ("1.5 gb", 1_500_000_000), ("512MiB", 512 << 20), ("0", 0), ("7B", 7)]
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "80 gigabytes", "-1", "1e9", "80GiBs"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        parse_size(text)

@@ -3,15 +3,15 @@
     torchrun --nproc-per-node 4 c10d_suite.py --out DIR
     prism record --nproc-per-node 4 --slots 2 -- c10d_suite.py --out DIR --only ddp
 
-Every rank writes ``DIR/rank-N.pt``: a dict from the name of a case to ``{"value": ...}`` or ``{"error": text}``. The
-file is replaced after each case, so a run that dies leaves what it had.
+Every rank appends to ``DIR/rank-N.pickles``: for each case its name with ``{"value": ...}`` or ``{"error": text}``. So
+a run that dies leaves what it had.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import os
+import pickle
 import sys
 import time
 import traceback
@@ -54,12 +54,6 @@ def run_case(chosen: Case, ctx: Context) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {lines[0]}"}
 
 
-def write(results: dict[str, dict[str, Any]], path: Path) -> None:
-    unfinished = path.with_suffix(".tmp")
-    torch.save(results, unfinished)
-    os.replace(unfinished, path)
-
-
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the results and the cases' scratch files")
@@ -84,7 +78,7 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     args.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, dict[str, Any]] = {}
+    file = (args.out / f"rank-{rank}.pickles").open("wb")
     for name, chosen in cases.items():
         if (args.only and name not in args.only) or name in args.skip or (args.no_slow and chosen.is_slow):
             continue
@@ -92,12 +86,14 @@ def main() -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         faulthandler.dump_traceback_later(args.case_timeout, exit=True)
         started = time.perf_counter()
-        results[name] = run_case(chosen, Context(rank=rank, world_size=world_size, scratch=scratch.absolute()))
+        result = run_case(chosen, Context(rank=rank, world_size=world_size, scratch=scratch.absolute()))
         faulthandler.cancel_dump_traceback_later()
-        write(results, args.out / f"rank-{rank}.pt")
+        pickle.dump((name, result), file)
+        file.flush()
         if rank == 0:
-            verdict = results[name].get("error", "ok")
+            verdict = result.get("error", "ok")
             print(f"{name} {verdict} {time.perf_counter() - started:.2f}s", flush=True)
+    file.close()
     dist.destroy_process_group()
 
 

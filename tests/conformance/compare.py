@@ -5,6 +5,8 @@ python compare.py REFERENCE OTHER
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from c10d_cases import load_cases
 
-__all__ = ["Comparison", "Difference", "compare_results", "first_difference"]
+__all__ = ["Comparison", "Difference", "compare_results", "first_difference", "read_results"]
 
 _UNREACHED = "have no result: the run ended before"
 
@@ -64,30 +66,35 @@ def _by_case(differences: tuple[Difference, ...], *, limit: int = 30) -> list[st
     return lines
 
 
-def compare_results(reference: Path, other: Path, *, tolerance: float | None = None) -> Comparison:
+def compare_results(
+    reference: Path, other: Path, *, tolerance: float | None = None, with_slow: bool = True
+) -> Comparison:
     """Compare the folders that two runs wrote.
 
     Args:
         reference: the run that is right by definition.
         other: the run to judge; what it has beyond the reference is not looked at.
         tolerance: used in place of every case's own; 0 asks for equal bits.
+        with_slow: whether `other` ran the slow cases.
     """
     cases = load_cases()
     num_equal = 0
     failures: list[Difference] = []
     notes: list[Difference] = []
-    files = sorted(reference.glob("rank-*.pt"), key=_rank_of)
+    files = sorted(reference.glob("rank-*.pickles"), key=_rank_of)
     if not files:
-        raise FileNotFoundError(f"{reference} holds no rank-N.pt: did the reference run?")
+        raise FileNotFoundError(f"{reference} holds no rank-N.pickles: did the reference run?")
     for file in files:
         rank = _rank_of(file)
         counterpart = other / file.name
         if not counterpart.exists():
             failures.append(Difference("(all)", rank, f"no results: {counterpart} is missing"))
             continue
-        expected, actual = torch.load(file), torch.load(counterpart)
+        expected, actual = read_results(file), read_results(counterpart)
         for name, wanted in expected.items():
             case = cases[name]
+            if case.is_slow and not with_slow:
+                continue
             message = _judge(wanted, actual.get(name), case.tolerance if tolerance is None else tolerance)
             if message is None:
                 num_equal += 1
@@ -95,6 +102,16 @@ def compare_results(reference: Path, other: Path, *, tolerance: float | None = N
                 is_excused = (case.is_optional or "error" in wanted) and not _is_wrong(actual.get(name))
                 (notes if is_excused else failures).append(Difference(name, rank, message))
     return Comparison(num_equal=num_equal, failures=tuple(failures), notes=tuple(notes))
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """What a rank wrote, by case, up to where it ended."""
+    results = {}
+    with path.open("rb") as file, contextlib.suppress(EOFError, pickle.UnpicklingError):
+        while True:
+            name, result = pickle.load(file)
+            results[name] = result
+    return results
 
 
 def _rank_of(path: Path) -> int:

@@ -163,7 +163,7 @@ def test_a_narrow_window_has_no_sideways_scrolling(open_page: Open, tmp_path: Pa
 
 @pytest.mark.slow
 def test_thousands_of_ranks(open_page: Open, tmp_path: Path) -> None:
-    content = report_content(many_ranks(tmp_path / "many.prism", 8192))
+    content = report_content(many_ranks(tmp_path / "many.prism", 4096))
     page = open_page(content)
     assert "ranks are drawn over time, all in the heat map" in page.text_content("#facts")
     page.focus("#heatmap")

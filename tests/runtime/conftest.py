@@ -18,7 +18,7 @@ import pytest
 from prismtrace import TraceReader
 from tests.runtime.laboratory import Laboratory
 
-SECONDS = 60.0  # no launch of these tests takes longer, or it hangs
+SECONDS = 120.0  # no launch of these tests takes longer, or it hangs: some take 60 where eight others want the CPUs
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pyte
 
-SECONDS = 60.0
+SECONDS = 120.0
 _OF_TERMINALS = {"NO_COLOR", "FORCE_COLOR", "COLORTERM", "TERM", "TTY_COMPATIBLE", "COLUMNS", "LINES"}
 
 

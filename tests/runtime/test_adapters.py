@@ -69,7 +69,7 @@ def observe(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_an_adapter_names_units(tmp_path: Path) -> None:
     done = observe(tmp_path, "--plugin", "./tiny_adapter.py", "--adapter", "tiny")
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_an_adapter_names_units(tmp_path: Path) -> None:
     assert units.stage[named].tolist() == [1, 1]
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_an_unknown_adapter_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     done = observe(tmp_path, "--adapter", "nonsense")
     assert done.returncode == 2

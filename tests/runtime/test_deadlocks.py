@@ -10,7 +10,7 @@ import pytest
 from prism_sdk.cli.main import run
 from prismtrace import TraceReader
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 START = """
     import torch, torch.distributed as dist

@@ -11,7 +11,7 @@ import pytest
 from prism_sdk.cli.main import run
 from prismtrace import GraphKind, TraceReader
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 SCRIPT = """
     import os, sys, torch, torch.distributed as dist

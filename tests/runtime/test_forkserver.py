@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 

@@ -10,7 +10,7 @@ import pytest
 
 from prismtrace import TraceReader
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 START = """
     import os, signal, sys, threading, torch, torch.distributed as dist

@@ -11,7 +11,7 @@ import pytest
 
 from prismtrace import TraceReader
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 # trains for ever, with data loader workers and a child of its own in a session of its own
 SCRIPT = """
@@ -37,6 +37,11 @@ SCRIPT = """
 
 def _shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def _assert_no_shared_memory_left(bench: Any, before: set[str]) -> None:
+    """What others on this machine have there, such as locks of multiprocessing, comes and goes: ours would stay."""
+    bench.wait_for(lambda: _shared_memory() <= before, within_s=15.0)
 
 
 def _start(bench: Any, mode: str) -> Any:
@@ -66,7 +71,7 @@ def test_an_interrupt_ends_everything_and_keeps_what_was_recorded(
     assert f"interrupted by {number.name}" in ended.err
     assert "Traceback" not in ended.err
     bench.assert_nothing_left()
-    assert _shared_memory() <= before
+    _assert_no_shared_memory_left(bench, before)
     assert not list(bench.folder.glob("*.parts"))
     with TraceReader(bench.output) as reader:
         assert reader.metadata["job.status"] == "aborted"
@@ -122,9 +127,9 @@ def test_shared_memory_of_killed_workers_does_not_stay_and_that_of_strangers_doe
             process.kill()
         process.communicate()
         bench.assert_nothing_left(within_s=5.0)
-        left = _shared_memory() - before
-        assert len(left) == 2
-        assert all(name.startswith(f"torch_{stranger.pid}_123_") for name in left)
+        of_stranger = {name for name in _shared_memory() if name.startswith(f"torch_{stranger.pid}_123_")}
+        assert len(of_stranger) == 2
+        _assert_no_shared_memory_left(bench, before | of_stranger)
     finally:
         for path in Path("/dev/shm").glob(f"torch_{stranger.pid}_123_*"):
             path.unlink()
@@ -164,7 +169,7 @@ def test_a_killed_launcher_takes_everything_along_and_the_next_run_saves_its_sha
     process.kill()
     process.communicate()
     bench.assert_nothing_left(within_s=5.0)
-    assert _shared_memory() <= before
+    _assert_no_shared_memory_left(bench, before)
     assert list(bench.folder.glob("out.prism.parts/rank-*.prism"))
 
     ended = bench.run("record", bench.script("import torch", name="other.py"))

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.cli.parsing import parse_size
 from prism_sdk.errors import PrismError, RunError, UnsupportedError, UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.oncuda.paging import setup
@@ -386,14 +385,3 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     assert plan(2) == setup.PagingPlan() and "stays on the GPU" in said[0]
     found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=1 << 30)
     assert found.spec is not None and not found.spec.has_library and found.library is None
-
-
-def test_sizes_are_read_with_their_units() -> None:
-    sizes = [*map(parse_size, ("80GiB", "1.5 gb", "512MiB", "0", "7B"))]
-    assert sizes == [80 << 30, 1_500_000_000, 512 << 20, 0, 7]
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "80 gigabytes", "-1", "1e9", "80GiBs"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size"):
-        parse_size(text)

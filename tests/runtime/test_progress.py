@@ -19,7 +19,7 @@ from prism_sdk.runtime.progress import Sample, Snapshot, _Pace, clock, one_line
 from prism_sdk.runtime.stepboard import StepBoard, step_cell
 from tests.runtime.terminal import Terminal
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(240)
 
 JOB = """
     import sys, time, torch, torch.distributed as dist

@@ -10,7 +10,7 @@ import pytest
 
 from prismtrace import TraceReader
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 STRUCTURE = (

@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_checks import prism
+from gpu_runs import prism
 
 from prismtrace import TraceReader, UnitKind
 

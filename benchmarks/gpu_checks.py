@@ -11,98 +11,18 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-JOB = ROOT / "tests" / "runtime" / "gpu_job.py"
-SECONDS = float(os.environ.get("GPU_CHECK_SECONDS", "100"))
+sys.path.insert(0, str(Path(__file__).parent))
 
-
-@dataclass
-class Ran:
-    """How a run ended, and what its ranks said: kind -> rank -> value."""
-
-    code: int
-    wall_s: float
-    out: str
-    err: str
-    said: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for line in self.out.splitlines():
-            kind, _, text = line.partition(" ")
-            if kind in ("MEMORY", "LOSS", "STEPS", "TURNS", "GROWN"):
-                value = json.loads(text)
-                self.said.setdefault(kind, {})[value["rank"]] = value
-
-    def show(self, title: str) -> None:
-        print(f"== {title}: exit {self.code}, {self.wall_s:.1f} s", flush=True)
-        if self.code:
-            print(f"-- stdout\n{self.out[-2500:]}\n-- stderr\n{self.err[-4500:]}", flush=True)
-
-
-def _environment(**more: str) -> dict[str, str]:
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
-
-
-def prism(mode: str, output: Path, *words: str, ranks: int, options: tuple[str, ...] = (), **more: str) -> Ran:
-    """The job under `prism MODE` with `ranks` ranks."""
-    command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), "--nproc-per-node", str(ranks)]
-    command += [*options, "--", str(JOB), *words]
-    started = time.monotonic()
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=_environment(**more))
-        return Ran(done.returncode, time.monotonic() - started, done.stdout, done.stderr)
-    except subprocess.TimeoutExpired as error:
-        texts = [x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr)]
-        return Ran(124, SECONDS, *texts)
-
-
-def real(*words: str, ranks: int, num_devices: int) -> Ran:
-    """The job over NCCL, one process a rank."""
-    started, processes = time.monotonic(), []
-    for rank in range(ranks):
-        environment = _environment(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_port("-".join(words))), NCCL_DEBUG="WARN",
-            **_sharing(ranks, num_devices),
-        )  # fmt: skip
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, str(JOB), *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                text=True,
-            )
-        )  # fmt: skip
-    outs, errs, code = [], [], 0
-    for process in processes:
-        try:
-            out, err = process.communicate(timeout=SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-        outs.append(out)
-        errs.append(err)
-        code = code or process.returncode
-    return Ran(code, time.monotonic() - started, "".join(outs), "\n".join(errs))
-
-
-def _port(name: str) -> int:
-    return 29500 + sum(map(ord, name)) % 400
-
-
-def _sharing(ranks: int, num_devices: int) -> dict[str, str]:
-    return {"GPU_JOB_SHARES": "1"} if ranks > num_devices else {}
-
+from gpu_runs import Ran, compare_memory, losses, prism, real
 
 REPEATS = int(os.environ.get("GPU_CHECK_REPEATS", "5"))
 TIMED = {  # steps of more than 100 ms on an H200
@@ -118,24 +38,6 @@ WORKLOADS = {
     "ddp": ("ddp", "3", "1024", "64"),
     "fsdp2": ("fsdp2", "3", "1024", "64"),
 }
-
-
-def compare_memory(ours: Ran, *nccl: Ran) -> list[str]:
-    """Where allocated, peak or reserved bytes are those of no NCCL run: part by part, rank by rank."""
-    differences = []
-    for rank, first in sorted(nccl[0].said.get("MEMORY", {}).items()):
-        mine = ours.said.get("MEMORY", {}).get(rank, {}).get("parts", [])
-        theirs = [run.said.get("MEMORY", {}).get(rank, first)["parts"] for run in nccl]
-        if any([part[0] for part in mine] != [part[0] for part in parts] for parts in theirs):
-            differences.append(f"rank {rank}: other parts")
-            continue
-        for index, (a, *others) in enumerate(zip(mine, *theirs, strict=True)):
-            for at, what in enumerate(("allocated", "peak", "reserved"), 1):
-                x, values = a[at], [other[at] for other in others]
-                if x not in values:
-                    nearest = min(values, key=lambda value: abs(x - value))
-                    differences.append(f"rank {rank} part {index} {a[0]}: {what} {x}, nccl {nearest}, by {x - nearest}")
-    return differences
 
 
 def check_record(folder: Path, num_devices: int) -> bool:
@@ -155,13 +57,9 @@ def check_record(folder: Path, num_devices: int) -> bool:
         print(f"   {len(parts)} parts a rank, {len(differences)} differ; last {parts[-1:]}", flush=True)
         for line in differences[:10]:
             print("  ", line, flush=True)
-        print("   losses: prism", _losses(ours), "nccl", _losses(theirs), "four ranks", _losses(four[name].result()))
+        print("   losses: prism", losses(ours), "nccl", losses(theirs), "four ranks", losses(four[name].result()))
         good = good and ours.code == theirs.code == four[name].result().code == 0 and not differences
     return good
-
-
-def _losses(ran: Ran) -> list[float]:
-    return [value["loss"] for _, value in sorted(ran.said.get("LOSS", {}).items())]
 
 
 def check_full(folder: Path, num_devices: int) -> bool:
@@ -190,7 +88,7 @@ def check_moves(folder: Path, num_devices: int) -> bool:
         for rank, value in runs[0].said.get("MEMORY", {}).items()
         for mine, theirs in zip(value["parts"], runs[1].said["MEMORY"][rank]["parts"], strict=True)
     }
-    same = _losses(runs[0]) == _losses(runs[1]) and len(_losses(runs[0])) == ranks
+    same = losses(runs[0]) == losses(runs[1]) and len(losses(runs[0])) == ranks
     print("   losses equal", same, "bytes differ by", differences, flush=True)
     return runs[0].code == runs[1].code == 0 and same and differences == {(0, 0, 0)}
 
@@ -293,10 +191,10 @@ def check_emulate(folder: Path, num_devices: int) -> bool:
     graph = made_up_times(source, folder / "graph.prism")
     emulated = prism("emulate", folder / "emulated.prism", *words, ranks=2, options=("--graph", str(graph)))
     emulated.show("emulate fsdp2, rank 0 of 2")
-    same = _losses(emulated)[:1] == _losses(recorded)[:1]
+    same = losses(emulated)[:1] == losses(recorded)[:1]
     memory = [v["parts"] for r, v in emulated.said.get("MEMORY", {}).items() if r == 0]
     equal = memory == [recorded.said["MEMORY"][0]["parts"]]
-    print("   losses", _losses(emulated), _losses(recorded), "same", same, "memory equal", equal, flush=True)
+    print("   losses", losses(emulated), losses(recorded), "same", same, "memory equal", equal, flush=True)
     return emulated.code == 0 and same and equal
 
 

@@ -26,6 +26,7 @@ import torch
 
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
 _GIB = 1 << 30
+AHEAD_GIB = 8
 
 
 def versions() -> str:
@@ -243,9 +244,53 @@ def pinning() -> str:
     return f"huge pages {said[0]}; small {said[1]}"
 
 
+def ahead() -> str:
+    """How fast device memory leaves for fresh host memory, for host memory taken ahead, and for memory used before."""
+    code = "import benchmarks.gpu_probes as p; p.leave()"
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    from prism_sdk.runtime.oncuda.paging.build import compiled_library
+
+    command = [sys.executable, "-c", "import sys; from prism_sdk.runtime.oncuda.paging import library; "
+               f"library.preload(sys.argv[1]); {code}", str(compiled_library())]  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return done.stdout.strip()
+
+
+def leave() -> None:
+    """The process of `ahead`, which has loaded the library before torch."""
+    from prism_sdk.runtime.oncuda.paging.library import Pages
+
+    pages = Pages()
+    kept = [torch.full((_GIB,), i, dtype=torch.uint8, device="cuda") for i in range(AHEAD_GIB)]
+    torch.cuda.synchronize()
+    said = []
+    for num_threads in (0, 1, 2, 4):
+        if num_threads:
+            pages.drop()
+            began = time.perf_counter()
+            pages.prepare(len(kept) * _GIB, num_threads=num_threads)
+            while pages.ready_bytes() < len(kept) * _GIB and time.perf_counter() - began < 20:
+                time.sleep(0.005)
+            took = time.perf_counter() - began
+        for what in ("fresh", "used before") if not num_threads else (f"taken by {num_threads} threads",):
+            moved = pages.move_out()
+            said.append(f"{what} {moved.num_bytes / max(moved.total_ns, 1):.1f}")
+            if num_threads:
+                said[-1] += f" (taking {pages.ready_bytes() / took / 1e9:.1f})"
+            moved_in = pages.move_in()
+            if moved.status or moved_in.status:
+                raise RuntimeError(f"{what}: {moved.status} {moved.code} {moved_in.status} {moved_in.code}")
+    right = all(int(one[0]) == int(one[-1]) == i for i, one in enumerate(kept))
+    print(f"out at GB/s: {', '.join(said)}; values {'right' if right else 'WRONG'}", flush=True)
+    os._exit(0 if right else 1)
+
+
 PROBES: dict[str, Callable[[], str]] = {
     "versions": versions, "memory": memory, "streams": streams, "words": words, "occupying": occupying, "pair": pair,
-    "pinning": pinning,
+    "pinning": pinning, "ahead": ahead,
 }  # fmt: skip
 
 

@@ -225,9 +225,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         message = f"this machine has the local ranks 0 to {nproc - 1}, and not {shown[-1]}."
         raise click.BadParameter(message, param_hint="'--local-ranks-filter'")
     if not 0 <= values["node_rank"] < nodes:
-        raise click.BadParameter(
-            f"{values['node_rank']} is not below --nnodes {nodes}.", param_hint="'--node-rank'"
-        )  # fmt: skip
+        message = f"{values['node_rank']} is not below --nnodes {nodes}."
+        raise click.BadParameter(message, param_hint="'--node-rank'")
     kernels: StepRange | None = values.get("kernels")
     if kernels is not None and kernels.first < 1:
         raise click.BadParameter("step 0 has no beginning that Prism sees; begin with 1.", param_hint="'--kernels'")
@@ -271,6 +270,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         pin=values["pin"],
         device_memory_bytes=values.get("device_memory"),
         parked_memory_bytes=values.get("parked_memory"),
+        parked_ahead_bytes=values.get("parked_ahead"),
         parked_disk=values.get("parked_disk"),
         nccl_profiler=bool(values.get("nccl_profiler")),
         kernels=kernels,

@@ -152,7 +152,7 @@ class Agent:
             self._naming.write()
         if self._kernels is not None:
             with contextlib.suppress(RuntimeError):  # of a GPU that has failed
-                self._kernels.write(self.tracer.writer)
+                self._kernels.write(self.tracer.writer, is_complete=status == "complete")
         self.tracer.finish(status)
 
 

@@ -31,6 +31,7 @@ class GroupState:
     description: str
     group_id: int
     generation: int = 0  # how often its name and ranks were made before
+    is_urgent: bool = False  # the program asked for NCCL's kernels on a stream of high priority
     next_seq: int = 0
     next_p2p: dict[tuple[int, int, int], int] = field(default_factory=dict)
 

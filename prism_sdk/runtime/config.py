@@ -146,6 +146,8 @@ class LaunchConfig:
     """What each GPU is to have, less than it has; absent: what it has."""
     parked_memory_bytes: int | None = None
     """Record: host memory for the device memory of parked ranks; absent: all but a twentieth. 0: none."""
+    parked_ahead_bytes: int | None = None
+    """Record: what of that memory may be taken before anything moves; absent: paging/ahead.py's. 0: none."""
     parked_disk: Path | None = None
     """Record: a folder for what host memory has no room for."""
     nccl_profiler: bool = False

@@ -30,18 +30,28 @@ def undisturbed(*, then_handle: bool = True) -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
+    present = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    handlers: dict[int, Any] = {number: handler for number, handler in present.items() if callable(handler)}
+    is_over = False
+
+    def keep(number: int, frame: Any) -> None:
+        if is_over:  # a handler that raised below has left this one in its place
+            handlers[number](number, frame)
+        else:
+            came.append(number)
+
     try:
         for number in handlers:
-            signal.signal(number, lambda number, _: came.append(number))
+            signal.signal(number, keep)
         yield
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if then_handle:
-            for number in dict.fromkeys(came):
-                signal.raise_signal(number)
+        is_over = True
+        with contextlib.ExitStack() as rest:  # which goes on where a handler raises
+            if then_handle:
+                for kept in reversed(dict.fromkeys(came)):
+                    rest.callback(signal.raise_signal, kept)
+            for number, handler in handlers.items():
+                rest.callback(signal.signal, number, handler)
 
 
 class Once:
@@ -68,7 +78,7 @@ def end_on_sigterm(write_out: Callable[[], None], leave: Callable[[], Any], *, w
     """
 
     def handler(*_: Any) -> None:
-        for _ in range(2):  # another handler may raise before the writing out has begun
+        for _attempt in range(2):  # another handler may raise before the writing out has begun
             with contextlib.suppress(Exception):
                 write_out()
                 break

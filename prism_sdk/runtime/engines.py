@@ -29,6 +29,8 @@ from prismtrace import PrismTraceError, TraceReader
 
 _MAX_RETRIES = 8  # of a slice whose machine went away
 _LOOK_S = 1.0
+_CONNECT_S = 5.0
+_REFUSED = 2  # exit code of a task that Prism itself ended with an error: it would do so again
 _MOST_STDERR = 4000
 _PR_SET_PDEATHSIG = 1
 
@@ -111,9 +113,11 @@ class RayEngine:
                              hint="pip install 'prismtrace[ray]'") from None  # fmt: skip
         self._ray: Any = ray
         try:
+            _check_reachable(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UsageError(f"the Ray cluster at {address or 'this machine'} cannot be used: {error}",
+        except Exception as error:  # Ray raises just that where a machine of its own does not start
+            reason = (isinstance(error, OSError) and error.strerror) or error
+            raise UsageError(f"the Ray cluster at {address or 'this machine'} cannot be used: {reason}",
                              hint="`ray status` says what is there") from error  # fmt: skip
         _keep_quiet()
         self.machines = tuple(
@@ -141,7 +145,8 @@ class RayEngine:
     def run(self, tasks: Sequence[Task], progress: Callable[[int], None]) -> int:
         """Run the tasks that are not finished; how many these were. A machine that goes away costs a retry.
 
-        Raises RunError with what the task said where one fails by itself.
+        Raises RunError with what the task said where one fails by itself. Tasks that have not ended by then, or at an
+        interrupt, end with the connection (cancelling them here makes Ray itself abort where one ends just then).
         """
         remote = self._ray.remote(num_cpus=self._needed, max_retries=_MAX_RETRIES)(_run_there)
         left = [task for task in tasks if not task.is_finished]
@@ -151,15 +156,11 @@ class RayEngine:
             path.write_bytes(pickle.dumps(task))
             argv = [sys.executable, "-m", "prism_sdk.runtime.engines", str(path)]
             pending[remote.remote(argv, os.getcwd(), _environ(), "")] = task
-        try:
-            while pending:
-                progress(len(tasks) - len(pending))
-                ready, _ = self._ray.wait(list(pending), timeout=_LOOK_S)
-                for reference in ready:
-                    self._check(pending.pop(reference), reference)
-        finally:
-            for reference in pending:
-                self.cancel(reference)
+        while pending:
+            progress(len(tasks) - len(pending))
+            ready, _ = self._ray.wait(list(pending), timeout=_LOOK_S)
+            for reference in ready:
+                self._check(pending.pop(reference), reference)
         return len(left)
 
     def _check(self, task: Task, reference: Any) -> None:
@@ -169,8 +170,8 @@ class RayEngine:
             raise RunError(f"{task.label} was lost {_MAX_RETRIES + 1} times: {error}",
                            hint="give the command again: what is finished is kept") from error  # fmt: skip
         if code or not task.is_finished:
-            raise RunError(f"{task.label} failed (exit status {code}):\n{said[-_MOST_STDERR:]}",
-                           hint="give the command again: what is finished is kept")  # fmt: skip
+            again = None if code == _REFUSED else "give the command again: what is finished is kept"
+            raise RunError(f"{task.label} failed (exit status {code}):\n{said[-_MOST_STDERR:].rstrip()}", hint=again)
 
     def start_on(self, name: str, argv: Sequence[str], *, text: str, num_cpus: int) -> Any:
         """Start a process on one machine, with `text` on its stdin; it is not tried again. Returns what it is known by.
@@ -197,6 +198,13 @@ class RayEngine:
     def cancel(self, reference: Any) -> None:
         """End a task or process if it has not ended yet."""
         self._ray.cancel(reference, force=True)
+
+
+def _check_reachable(address: str | None) -> None:
+    """Raise OSError where nobody listens at HOST:PORT: Ray itself tries for minutes."""
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
 
 
 def _keep_quiet() -> None:
@@ -260,7 +268,7 @@ def main(argv: Sequence[str]) -> int:
         task.run()
     except PrismError as error:
         sys.stderr.write(f"{error}\n")
-        return 1
+        return _REFUSED
     return 0
 
 

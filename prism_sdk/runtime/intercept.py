@@ -161,6 +161,7 @@ class Interceptor:
             ranks = tuple(global_ranks_in_group) or tuple(range(group_size))
             replaced = self.seam.replaces_backend and not self.seam.keeps_real_backend(ranks)
             requested = dist.Backend(backend) if backend else dist.Backend("undefined")
+            options = args[0] if args else kwargs.get("backend_options")
             if replaced:
                 backend, kwargs = _fake_backends(requested), {**kwargs, "backend_options": None, "device_id": None}
                 args = (None, *args[1:]) if args else args  # backend_options may come by position
@@ -172,7 +173,8 @@ class Interceptor:
                     group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
                     distributed_c10d._world.pg_map[group] = (requested, prefix_store)
                     distributed_c10d._world.pg_backend_config[group] = str(distributed_c10d.BackendConfig(requested))
-                self._register(group, ranks, str(requested))
+                state = self._register(group, ranks, str(requested))
+                state.is_urgent = bool(getattr(options, "is_high_priority_stream", False))
             return group, prefix_store
 
         distributed_c10d._new_process_group_helper = new_process_group_helper

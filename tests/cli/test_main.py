@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -24,6 +24,11 @@ def prism(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=120)
 
 
+def _cpu_seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_help_is_quick_and_loads_no_torch_and_no_numpy() -> None:
     code = (
         "import sys, click\nfrom prism_sdk.cli.main import run\nassert run(['--help']) == 0\n"
@@ -31,11 +36,11 @@ def test_help_is_quick_and_loads_no_torch_and_no_numpy() -> None:
     )
     seconds = []
     for _ in range(3):
-        begin = time.perf_counter()
+        begin = _cpu_seconds_of_children()
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(_cpu_seconds_of_children() - begin)
         assert done.returncode == 0, done.stderr
-    assert min(seconds) < 0.3
+    assert min(seconds) < 0.3  # of CPU: others may want the CPUs at the same time
 
 
 def test_every_module_of_commands_is_in_the_table_and_back() -> None:

@@ -49,6 +49,11 @@ def canvas_colours(page: Any, selector: str) -> int:
         }""", selector))  # fmt: skip
 
 
+def drawn(page: Any) -> None:
+    """Return when all that was asked for has been drawn, however busy the machine is."""
+    page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
+
+
 def test_everything_is_drawn(open_page: Open, tmp_path: Path) -> None:
     page = open_page(report_content(mixed_job(tmp_path / "a.prism")))
     for selector in ("#timeline canvas", "#heatmap canvas", "#bars canvas", "#steps canvas", "#memory-chart canvas",
@@ -70,7 +75,7 @@ def test_keys_and_search(open_page: Open, tmp_path: Path) -> None:
     page.keyboard.press("ArrowDown")
     assert "rank 1" in page.text_content("#chosen")
     page.keyboard.press("+")
-    page.wait_for_timeout(60)
+    drawn(page)
     assert page.locator("#timeline").screenshot() != before
     page.keyboard.press("0")
     page.keyboard.press("Escape")
@@ -94,14 +99,14 @@ def test_hovering_zooming_and_the_critical_path(open_page: Open, tmp_path: Path)
     page.mouse.down()
     page.mouse.move(box["x"] + 0.4 * box["width"], box["y"] + 0.12 * box["height"], steps=4)
     page.mouse.up()
-    page.wait_for_timeout(60)
+    drawn(page)
     zoomed = page.locator("#timeline canvas").screenshot()
     assert zoomed != whole
     page.click("#zoom-reset")
     page.mouse.move(2, 2)
-    page.wait_for_timeout(60)
+    drawn(page)
     page.check("#critical-only")
-    page.wait_for_timeout(60)
+    drawn(page)
     assert page.locator("#timeline canvas").screenshot() not in (whole, zoomed)
 
 
@@ -153,8 +158,7 @@ def test_light_dark_and_paper(open_page: Open, tmp_path: Path) -> None:
 def test_a_narrow_window_has_no_sideways_scrolling(open_page: Open, tmp_path: Path) -> None:
     page = open_page(report_content(mixed_job(tmp_path / "a.prism")))
     page.set_viewport_size({"width": 420, "height": 800})
-    page.wait_for_timeout(300)
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    page.wait_for_function("innerWidth === 420 && document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.mark.slow

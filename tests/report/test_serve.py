@@ -167,7 +167,7 @@ def test_handing_over_to_perfetto(server: TraceServer, browser: Any) -> None:
     window.value.wait_for_function("document.title.includes('pftrace')", timeout=15_000)
     size = len(gzip.compress(server.path.read_bytes()))
     assert window.value.title() == f"a.prism.pftrace.gz {size}"
-    assert hand.text_content("#said") == "Handed over."
+    hand.locator("#said", has_text="Handed over.").wait_for(timeout=15_000)
     context.close()
     assert complaints == []
 

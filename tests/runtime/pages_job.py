@@ -10,6 +10,7 @@ import ctypes
 import os
 import sys
 import threading
+import time
 from typing import Any
 
 MIB = 1 << 20
@@ -79,12 +80,17 @@ def alone(library_path: str, disk: str) -> None:
     assert functions.cudaGetDeviceProperties(properties, 0) == 0 and properties[36] == 200 * MIB
     assert allocate(functions, 160 * MIB) is None and pages.stats().refused_bytes == 160 * MIB
     in_use = 62 * MIB + 512
+    pages.prepare(62 * MIB)
+    until = time.monotonic() + 20
+    while pages.ready_bytes() < 62 * MIB:  # the system hands out memory before anything moves
+        assert time.monotonic() < until, pages.ready_bytes()
     for where in (library.IN_HOST_MEMORY, library.ON_DISK, library.IN_HOST_MEMORY):
         assert pages.real_memory() == (256 * MIB - in_use, 256 * MIB)
         moved = pages.move_out(where)
         assert (moved.status, moved.num_bytes) == (0, 62 * MIB), (moved.status, moved.code)
         assert pages.real_memory()[0] == 256 * MIB - 512 and pages.stats().where == where
         assert pages.move_out(where).num_bytes == 0  # it is out already
+        pages.prepare(1 << 40)  # what is out is not touched
         taken = (ctypes.c_void_p * 1)()
         blocked = threading.Thread(target=lambda: taken.__setitem__(0, allocate(functions, 2 * MIB)))  # noqa: B023
         blocked.start()
@@ -96,6 +102,13 @@ def alone(library_path: str, disk: str) -> None:
         functions.cudaFree(ctypes.c_void_p(taken[0]))
         for address, data in kept:
             assert ctypes.string_at(address, len(data)) == data
+    pages.drop()
+    assert pages.ready_bytes() == 0
+    pages.prepare(1 << 30)
+    assert pages.move_out().num_bytes == 62 * MIB  # in the midst of it
+    assert pages.move_in().num_bytes == 62 * MIB
+    for address, data in kept:
+        assert ctypes.string_at(address, len(data)) == data
     assert os.fstat(pages.disk_fd).st_size == 0  # nothing is left there
     refuses_to_move(functions, pages)
     for address, _ in kept:

@@ -26,12 +26,12 @@ def test_a_collective_that_one_rank_skips_is_named_with_places_and_who_is_missin
     def exchange():
         dist.all_reduce(torch.ones(3))
     if rank != 1:
+        open("begun", "w").close()
         exchange()
     """
     )
-    began = time.monotonic()
     ended = bench.run("record", script, "--nproc-per-node", "3", "--slots", "1")
-    assert time.monotonic() - began < 20
+    assert time.time() - (bench.folder / "begun").stat().st_mtime < 20  # without what starting took
     assert ended.code == 1
     assert "deadlocked: 2 ranks wait" in ended.err
     assert "rank 0: all_reduce in group" in ended.err and "seq 0, missing ranks 1" in ended.err

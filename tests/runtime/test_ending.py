@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from prism_sdk.runtime.ending import KILLED
+from prism_sdk.runtime.ending import KILLED, undisturbed
 from prismtrace import TraceReader
 
 UNITS = 50
@@ -101,3 +103,48 @@ def test_what_was_traced_is_written_once_and_whole(tmp_path: Path, moment: str, 
     with TraceReader(tmp_path / "rank-00000.prism") as reader:
         assert reader.num_units(0) >= UNITS
         assert reader.metadata["rank.0.status"] == status
+
+
+@pytest.fixture
+def handled() -> Iterator[list[int]]:
+    """Numbers of the signals that were handled; the handler of SIGUSR1 raises."""
+    numbers: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        numbers.append(number)
+        if number == signal.SIGUSR1:
+            raise RuntimeError("a worker of the data loader was killed")
+
+    before = {number: signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGUSR2)}
+    yield numbers
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+def test_a_signal_is_not_lost_because_the_handler_of_another_raises(handled: list[int]) -> None:
+    with pytest.raises(RuntimeError, match="data loader"), undisturbed():
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR2)
+        assert handled == []
+    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+
+
+def test_a_handler_that_raises_while_handlers_are_put_back_leaves_none_away(
+    handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = signal.signal
+
+    def put_and_raise(number: int, handler: Any) -> Any:
+        old = put(number, handler)
+        if number == signal.SIGUSR1 and is_inside:
+            signal.raise_signal(signal.SIGUSR1)
+        return old
+
+    is_inside = False
+    monkeypatch.setattr(signal, "signal", put_and_raise)
+    with pytest.raises(RuntimeError, match="data loader"), undisturbed():
+        is_inside = True
+    is_inside = False
+    handled.clear()
+    signal.raise_signal(signal.SIGUSR2)
+    assert handled == [signal.SIGUSR2]

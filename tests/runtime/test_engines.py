@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,8 +16,9 @@ from typing import Any
 import pytest
 
 from prism_sdk.cli.main import run
+from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
-from prism_sdk.runtime.engines import SliceTask, kept_slices
+from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_slices
 from prism_sdk.testing.launches import Launches
 from prismtrace import GraphKind, TraceReader, TraceWriter
 from tests.runtime.role_jobs import structure_differences
@@ -60,11 +63,15 @@ class Machines:
     def add(self) -> Any:
         return self.cluster.add_node(num_cpus=1, **self._settings)
 
-    def run(self, verb: str, *words: str | Path, lose_once: Callable[[], bool] | None = None) -> tuple[str, str]:
-        """A command on the cluster, which must end well; a machine goes away once `lose_once`. What it printed."""
+    def start(self, verb: str, *words: str | Path) -> subprocess.Popen[str]:
+        """A command on the cluster."""
         command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "--engine", "ray", "--address",
                    self.cluster.address, *map(str, words)]  # fmt: skip
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def run(self, verb: str, *words: str | Path, lose_once: Callable[[], bool] | None = None) -> tuple[str, str]:
+        """A command on the cluster, which must end well; a machine goes away once `lose_once`. What it printed."""
+        process = self.start(verb, *words)
         until = time.monotonic() + 100
         while lose_once is not None and process.poll() is None and time.monotonic() < until:
             if lose_once():
@@ -121,12 +128,34 @@ def test_machines_that_die_lose_nothing_that_was_finished(
     assert not kept.exists()
 
     words = (calibrated, "--variant", "--slow rank=1:{1.5,2}", "--variant", "--no-gaps", "--json")
+    reports = tmp_path / "out.prism.sweep"
+    process = machines.start("sweep", *words)
+    while not (finished := list(reports.glob("*.json"))) and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said
+    for path in finished:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "kept": True}))
     out, _ = machines.run("sweep", *words)
     there = json.loads(out)
+    assert there[0]["report"].pop("kept")  # the job as it is ran once
+    there = [{**row, "report": {k: v for k, v in row["report"].items() if k != "kept"}} for row in there]
+    assert not reports.exists()
     assert [row["variant"] for row in there] == ["as it is", "slow rank=1:1.5", "slow rank=1:2", "no-gaps"]
     capsys.readouterr()
     assert run(["sweep", *map(str, words)]) == 0
     assert json.loads(capsys.readouterr().out) == there
+
+
+@pytest.mark.parametrize("where", ["", "ray://"])
+def test_a_cluster_at_whose_address_nobody_listens_is_refused_at_once(where: str) -> None:
+    pytest.importorskip("ray", reason="Ray is an optional extra")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, not listening
+        address = f"{where}127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match="cannot be used: Connection refused"):
+            RayEngine(address)
 
 
 def _config(folder: Path) -> LaunchConfig:

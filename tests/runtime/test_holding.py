@@ -6,6 +6,7 @@ The device is one that does everything at once on the CPU, and blocks whoever te
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -28,7 +29,7 @@ from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
 from prism_sdk.runtime.oncuda.occupying import HoldKernel  # noqa: E402
-from prism_sdk.runtime.oncuda.releaser import Releaser  # noqa: E402
+from prism_sdk.runtime.oncuda.releaser import MAX_LEAD_NS, Releaser  # noqa: E402
 from prism_sdk.runtime.operators import OPERATORS  # noqa: E402
 from prism_sdk.runtime.prefetch import Consumer, Item, PayloadSequence, Ring, create_ring  # noqa: E402
 from prismtrace import GraphKind, TraceReader, TraceWriter, UnitKind  # noqa: E402
@@ -161,6 +162,16 @@ def operations(job: Job) -> list[tuple[Call, list[list[float]]]]:
     call = job.add("alltoall_base_", (out, tensor(0, 5, 6, 7), None, [1, 2, 1], [1, 2, 1]), given,
                    send_bytes={0: (4, 4, 4), 2: (4, 4, 4)})  # fmt: skip
     expect(call, [1, 5, 6, 9])
+    # routed otherwise than then: what the others gave for this rank is cut, or repeated, and what was for others is not
+    out = torch.zeros(7)
+    given = {0: floats(9, 1, 2, 9), 2: floats(9, 4, 5, 6, 9)}
+    call = job.add("alltoall_base_", (out, tensor(0, 5, 6, 7), None, [3, 2, 2], [1, 2, 1]), given,
+                   send_bytes={0: (4, 8, 4), 2: (4, 12, 4)})  # fmt: skip
+    expect(call, [1, 2, 1, 5, 6, 4, 5])
+    out = torch.ones(4)
+    call = job.add("alltoall_base_", (out, tensor(5, 6), None, [1, 2, 1], [0, 2, 0]), {0: floats(9, 9), 2: floats(3)},
+                   send_bytes={0: (4, 0, 4), 2: (0, 4, 0)})  # fmt: skip
+    expect(call, [0, 5, 6, 3])
     x = torch.zeros(2)
     expect(job.add("scatter_", ([x], [], None, 0), {0: floats(0, 0, 3, 4, 0, 0)}), [3, 4])
     outs = [torch.zeros(2) for _ in range(SIZE)]
@@ -230,7 +241,8 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
             started = time.monotonic_ns()
             mark = Mark(started)
             held = hold.issue(call, one, one.first_item, (one.seq, 0), posted=mark)
-            assert time.monotonic_ns() - started > TRANSFER_NS - 30_000  # this device blocks whoever asks it to wait
+            # this device blocks whoever asks it to wait
+            assert time.monotonic_ns() - started > TRANSFER_NS - MAX_LEAD_NS
             assert hold.is_done(held)
             hold.wait(held, call)
             hold.see(held)
@@ -241,12 +253,12 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
         hold.finish(is_complete=True)
         facts = hold.summary(0)
         for held, mark in ends:
-            assert held.end.time_ns is not None and held.end.time_ns - mark.seen_ns > TRANSFER_NS - 30_000
+            assert held.end.time_ns is not None and held.end.time_ns - mark.seen_ns > TRANSFER_NS - MAX_LEAD_NS
         assert facts["held_operations"] == len(wanted)
         assert (facts["prefetch_hits"], facts["prefetch_misses"]) == (len(script.sequence.items), 0)
         assert Ring(ring_fd).consumed == len(script.sequence.items)
         # what the host would hold later on can be worked out from what the device has passed
-        assert engine.completion((len(wanted) - 1, 0)) <= ends[-1][0].end.time_ns + 30_000
+        assert engine.completion((len(wanted) - 1, 0)) <= ends[-1][0].end.time_ns + MAX_LEAD_NS
     assert device.said[:4] == [("wait", 0), ("write", 0), ("wait", 1), ("write", 1)]  # whether it can
     side = 0 if not is_async else 3  # the second copies
     per_call = [("write", 0), ("wait", side), ("write", side)]
@@ -270,6 +282,20 @@ def test_capturing_is_refused(job: Job, device: Device, monkeypatch: pytest.Monk
             hold.takes(call, torch.device("cpu"))
     os.close(ring_fd)
     os.close(table_fd)
+
+
+def test_an_emulated_kernel_competes_as_nccls_does(job: Job, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives NCCL an ordinary stream by itself; a bare wait takes no SM, and may as well be urgent."""
+    call = job.add("broadcast_", ([torch.zeros(2)], None, 0, 0), {0: floats(8, 9)})
+    job.script()
+    urgent = dataclasses.replace(call, group=dataclasses.replace(GROUP, is_urgent=True, group_id=78))
+    hold = object.__new__(holding.StreamHold)
+    hold._hold_kernel, hold._joining = None, None
+    assert hold._is_urgent(call)
+    hold._joining = object()
+    assert (hold._is_urgent(call), hold._is_urgent(urgent)) == (False, True)
+    monkeypatch.setenv("TORCH_NCCL_HIGH_PRIORITY", "1")
+    assert hold._is_urgent(call)
 
 
 def test_tensors_that_are_not_contiguous_are_left_to_the_host() -> None:

@@ -17,7 +17,7 @@ from prism_sdk.runtime import observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
 from prism_sdk.runtime.intercept import _refuse_capture  # noqa: E402
 from prism_sdk.runtime.observe import ObserveSeam  # noqa: E402
-from prism_sdk.runtime.oncuda import durations, tracing  # noqa: E402
+from prism_sdk.runtime.oncuda import clock, durations, tracing  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.tracer import open_shard  # noqa: E402
 from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, ReduceOp, TraceReader, UnitKind, validate  # noqa: E402
@@ -161,6 +161,69 @@ def test_what_is_captured_is_a_unit_and_gets_no_event(observed: Any, monkeypatch
     units, _ = read()
     assert isinstance(before, Mark) and isinstance(after, Mark)
     assert (units.kind == UnitKind.COLLECTIVE).sum() == 1 and not tracer._durations._expected
+
+
+def test_a_gpu_that_hangs_loses_nothing_that_it_has_passed(
+    observed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu, tracer, _, _ = observed
+    monkeypatch.setattr(tracing, "_HUNG_S", 0.05)
+    monkeypatch.setattr(gpu, "synchronize", lambda: pytest.fail("waits for ever"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: gpu.synchronize())
+    for _ in range(2):
+        tracer.now()
+        gpu.launch(3_000_000)
+        tracer.backward_begins([LateLoss(gpu)])
+        tracer.optimizer_begins()
+        tracer.optimizer_ends()
+        gpu.host = gpu.busy_until
+    tracer.backward_begins([])  # the third step waits for a rank that is gone
+    gpu.launch(10**18)
+    tracer.optimizer_begins()
+    tracer.finish("aborted")
+    with TraceReader(tmp_path / "rank-00000.prism") as reader:
+        units, steps = reader.units(0), reader.steps(0)
+    assert steps.loss[:2].tolist() == [7.0, 7.0]
+    longest = np.sort(units.end_ns - units.start_ns)[-2]  # but for the one that began before the GPU was opened
+    assert longest == pytest.approx(3_000_000, abs=20_000)
+    assert np.diff(steps.end_ns[:2]).tolist() == pytest.approx([3_000_000], abs=20_000)
+
+
+class LateLoss:
+    """A loss that is there when the GPU has done what it has got so far."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu, self._at = gpu, gpu.busy_until
+
+    def is_there(self) -> bool:
+        return self._gpu.host >= self._at
+
+    def __call__(self) -> float:
+        assert self.is_there()
+        return 7.0
+
+
+def test_a_gpu_that_has_failed_loses_nothing_that_was_known(
+    observed: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu, tracer, _, _ = observed
+    gpu.launch(3_000_000)
+    tracer.backward_begins([1.0])
+    tracer.optimizer_begins()
+    tracer.optimizer_ends()
+    tracer.backward_begins([2.0])
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    for name in ("record", "query"):
+        monkeypatch.setattr(clock.Event, name, fails)
+    for name in ("synchronize", "is_current_stream_capturing"):
+        monkeypatch.setattr(torch.cuda, name, fails)
+    tracer.finish("failed")
+    with TraceReader(tmp_path / "rank-00000.prism") as reader:
+        assert reader.steps(0).loss.tolist()[0] == 1.0 and len(reader.units(0))
+        assert reader.metadata["rank.0.status"] == "failed"
 
 
 def test_who_waits_for_the_future_does_not_wait_for_the_handle(observed: Any, monkeypatch: pytest.MonkeyPatch) -> None:

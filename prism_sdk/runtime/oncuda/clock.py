@@ -21,6 +21,7 @@ _DRIFT_PPM = 50  # by which two clocks may part
 _SEEN_NS = 1_500  # between the GPU's passing a point and a look that sees it, at best
 _JITTER_NS = 5_000  # between recording an event and an idle stream's passing it
 _MAX_SPARE = 4096
+_POLL_S = 0.005
 
 
 class Mark(int):
@@ -64,6 +65,7 @@ class DeviceClock:
         self._streams: dict[int, Any] = {}  # address -> what to record an event on
         self.main = -1  # the main stream's address
         self.first_host_ns = 0  # from there on marks are dated by the device
+        self._is_stopped = False
 
     def mark(self) -> int:
         """This point of the program: a Mark, or a plain host time where no event can be recorded."""
@@ -109,7 +111,13 @@ class DeviceClock:
             if stream != self.main:
                 self._streams[stream], self.main = torch.cuda.current_stream(), stream
 
+    def stop(self) -> None:
+        """The GPU is not asked for anything any more, and points are those of the host: it may have failed, or hang."""
+        self._is_stopped = True
+
     def _is_ready(self) -> bool:
+        if self._is_stopped:
+            return False
         if self._device < 0:
             self.follow()
         # events of two devices have no distance; one that is captured has no time
@@ -128,14 +136,24 @@ class DeviceClock:
             self.first_host_ns = self.first_host_ns or now
         return mark
 
-    def settle(self, *, wait: bool = False) -> None:
-        """Date the marks of all periods that the GPU has passed; with `wait` of all, after everything is done."""
-        if wait and self._periods:
+    def settle(self, *, wait: bool = False, patience_s: float | None = None) -> None:
+        """Date the marks of all periods that the GPU has passed; with `wait` of all, after everything is done.
+
+        With `patience_s` no longer is waited than that: a GPU may wait for ever for another rank.
+        """
+        if self._is_stopped:
+            return
+        if wait and self._periods and patience_s is None:
             torch.cuda.synchronize()
+        until = time.monotonic() + (patience_s or 0)
         while self._periods and (wait or len(self._periods) > 1):
             period = self._periods[0]
+            while wait and not period.is_passed() and time.monotonic() < until:
+                time.sleep(_POLL_S)
             if not period.is_passed():
-                return
+                if patience_s is None or not period.first.event.query():
+                    return
+                period.marks = [mark for mark in period.marks if mark.event.query()]
             self._date(period)
             self._periods.popleft()
 

@@ -70,7 +70,7 @@ def fill_from(
     def send_bytes(member: int) -> Sequence[int]:
         return call.send_bytes or () if member == me else one.send_bytes[one.giver(member)]
 
-    _deliver(call, pieces, send_bytes)
+    _deliver(call, pieces, send_bytes, is_recorded=True)
 
 
 @torch.no_grad()
@@ -83,13 +83,26 @@ def fill_alone(call: Call) -> bool:
     return True
 
 
-def _deliver(call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]]) -> None:
+def _deliver(
+    call: Call, pieces: Callable[[int], Pieces], send_bytes: Callable[[int], Sequence[int]], *,
+    is_recorded: bool = False,
+) -> None:  # fmt: skip
     for delivery in call.deliveries:
         copy_pieces(delivery.tensor, pieces(delivery.source) if delivery.source != COMBINED else pieces(0),
               delivery.offset_bytes)  # fmt: skip
     me = call.group.group_rank
     for member, tensor in enumerate(call.receive_tensors or ()):
-        copy_pieces(tensor, pieces(member), sum(send_bytes(member)[:me]))
+        given, sizes = pieces(member), send_bytes(member)
+        offset = sum(sizes[:me])
+        if is_recorded and member != me and sizes[me] != tensor.nbytes:
+            given, offset = _resized(_cut(given, offset, sizes[me]), tensor.nbytes), 0
+        copy_pieces(tensor, given, offset)
+
+
+def _resized(pieces: Pieces, num_bytes: int) -> Pieces:
+    """What was recorded for this rank in another size: cut, or repeated from its beginning (making_up.fill_resized)."""
+    size = sum(piece.numel() for piece in pieces)
+    return [*pieces] * -(-num_bytes // size) if size else []
 
 
 def copy_pieces(target: torch.Tensor, pieces: Pieces, offset: int) -> None:

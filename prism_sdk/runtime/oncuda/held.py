@@ -5,6 +5,7 @@ Responsible for opening the device at the first of them, in the order of issue; 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from typing import TYPE_CHECKING, Any
@@ -50,15 +51,20 @@ class HeldOperations:
         if self._refusal:
             return False
         if self._hold is None:
-            joining = self._session.open_streams(device, self._script)  # what is wrong there ends the run
-            try:
-                self._hold = self._open(device, joining)
-            except (RunError, OSError, AttributeError) as error:  # a driver that lacks something
-                self._refusal = str(error)
-                sys.stderr.write(f"prism: rank {self._rank}: the host is held in place of its streams, and times mean "
-                                 f"nothing: {error}\n")  # fmt: skip
+            with contextlib.nullcontext() if device.index is None else torch.cuda.device(device):
+                self._try_to_open(device)
+            if self._hold is None:
                 return False
         return self._hold.takes(call, device)
+
+    def _try_to_open(self, device: torch.device) -> None:
+        joining = self._session.open_streams(device, self._script)  # what is wrong there ends the run
+        try:
+            self._hold = self._open(device, joining)
+        except (RunError, OSError, AttributeError) as error:  # a driver that lacks something
+            self._refusal = str(error)
+            sys.stderr.write(f"prism: rank {self._rank}: the host is held in place of its streams, and times mean "
+                             f"nothing: {error}\n")  # fmt: skip
 
     def _open(self, device: torch.device, joining: Any) -> StreamHold:
         from prism_sdk.runtime.oncuda.holding import StreamHold

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 from array import array
@@ -47,6 +48,8 @@ LATE_NS = 20_000
 _POOL_BYTES = 4 << 30
 _READY_S = 60.0
 _LAST_S = 5.0
+_YES = ("1", "Y", "y", "T", "t")
+_NOTHING = contextlib.nullcontext()
 
 
 class Held:
@@ -129,7 +132,7 @@ class StreamHold:
     def _try_device(self) -> None:
         """Raise RunError where a stream cannot wait for and write to the shared table."""
         address = self._flags + 4 * fields.TRIAL
-        for stream in (torch.cuda.current_stream(self.device), self._urgent_stream()):
+        for stream in (torch.cuda.current_stream(self.device), self._stream(is_urgent=True)):
             before = self._table.words[fields.TRIAL]
             self._driver.stream_wait(stream.cuda_stream, address, before)
             self._driver.stream_write(stream.cuda_stream, address, before + 1)
@@ -160,10 +163,17 @@ class StreamHold:
     def issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], *, posted: int) -> Held:
         """Put an operation on the device; `first` is its first payload, `posted` the tracer's mark of the call."""
         started = time.monotonic_ns()
-        with self._lock, torch.no_grad():
+        with self._lock, torch.no_grad(), self._current():
             held = self._issue(call, one, first, handle, posted)
         self.counts.issue_ns.append(time.monotonic_ns() - started)
         return held
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Makes the device current in this thread: a program need not call `set_device` to communicate from it."""
+        index = self.device.index
+        if index is None or torch.cuda.current_device() == index:
+            return _NOTHING
+        return torch.cuda.device(index)
 
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
@@ -242,11 +252,16 @@ class StreamHold:
             key = (*key, call.peer if call.peer is not None else -1, call.op is Op.SEND)
         known = self._sides.get(key)
         if known is None:
-            known = self._sides[key] = self._urgent_stream(), self._urgent_stream()
+            known = self._sides[key] = self._stream(is_urgent=self._is_urgent(call)), self._stream(is_urgent=True)
         return known if call.is_async else (current, known[1])
 
-    def _urgent_stream(self) -> Any:
-        return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=True), device=self.device)
+    def _is_urgent(self, call: Call) -> bool:
+        """A kernel of a collective competes for SMs as NCCL's does, which torch gives an ordinary stream by itself."""
+        has_kernel = self._joining is not None or self._hold_kernel is not None
+        return not has_kernel or call.group.is_urgent or os.environ.get("TORCH_NCCL_HIGH_PRIORITY", "0") in _YES
+
+    def _stream(self, *, is_urgent: bool) -> Any:
+        return torch.cuda.ExternalStream(self._driver.create_stream(is_urgent=is_urgent), device=self.device)
 
     def wait(self, held: Held, call: Call) -> None:
         """The current stream goes on behind the operation; for a barrier so does the host, as with NCCL."""

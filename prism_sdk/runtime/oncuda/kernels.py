@@ -76,9 +76,14 @@ class KernelRecorder:
             return
         self._done.append((self._step, self._offset_ns, session.profiler.kineto_results))
 
-    def write(self, writer: TraceWriter) -> int:
-        """End what is open and add all rows to the trace; returns how many kernels there are."""
-        self._stop()
+    def write(self, writer: TraceWriter, *, is_complete: bool = True) -> int:
+        """End what is open and add all rows to the trace; returns how many kernels there are.
+
+        Where the program is not complete, what is open is given up: to end it the GPU would have to come to its end.
+        """
+        if is_complete:
+            self._stop()
+        self._session = None
         done, self._done = self._done, []
         events = [(step, offset, event) for step, offset, results in done for event in device_events(results.events())]
         if events:

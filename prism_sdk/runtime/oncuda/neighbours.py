@@ -134,7 +134,8 @@ class Neighbours:
         torch.cuda.set_device(self.device_index)
         self._device = device = device_at(self.device_index)
         torch.cuda.current_stream(device).query()
-        torch.zeros(1, device=device)  # makes the context
+        # the context is made, and what fills is loaded: later that would wait for streams that wait for another rank
+        torch.zeros(16, dtype=torch.uint8, device=device)[1:] = 0
         self._driver = driver = Driver()
         self._flags = [
             driver.register(ctypes.addressof(ctypes.c_char.from_buffer(table.map)), fields.TABLE_BYTES)

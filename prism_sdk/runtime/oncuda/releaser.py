@@ -28,7 +28,7 @@ from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 
 _FIRST_LEAD_NS = 6_000
-_MAX_LEAD_NS = 60_000
+MAX_LEAD_NS = 60_000  # of what the device does by itself
 _MAX_CALL_NS = 1_000_000_000  # of a collective that a release lets begin
 _WINDOW = 63  # releases that the lead is learnt from
 _IDLE_S = 0.0002  # between looks while nothing is under way
@@ -83,7 +83,7 @@ class Releaser:
         self._released: list[Held] = []
         self._learns = lead_ns is None
         self._first_lead_ns = _FIRST_LEAD_NS if lead_ns is None else lead_ns
-        self._leads: dict[int, _Lead] = {0: _Lead(self._first_lead_ns, _MAX_LEAD_NS)}
+        self._leads: dict[int, _Lead] = {0: _Lead(self._first_lead_ns, MAX_LEAD_NS)}
 
     def lead_ns(self, like: int = 0) -> int:
         """By how much operations of that number are released ahead of time."""

@@ -16,6 +16,7 @@ from prism_sdk.errors import PrismError
 from prism_sdk.runtime.gauges import DeviceGauge, host_memory
 from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, Ledger, gib
+from prism_sdk.runtime.oncuda.paging.ahead import AHEAD_BYTES
 from prism_sdk.runtime.oncuda.paging.links import Link
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension, Want
@@ -33,6 +34,8 @@ class MoveOptions:
     host_bytes: int | None = None
     """What parked ranks may take of the host's memory; absent: all but a twentieth of it."""
     has_disk: bool = False
+    ahead_bytes: int = AHEAD_BYTES
+    """What of the host's memory may be taken before it is needed."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES, as ranks have it."""
 
@@ -72,6 +75,7 @@ class Residence:
         self.pager = Pager(
             fail=lambda error: self._host().fail(error), resumed=self._may_go_on, refused=self._error,
             room_in_host=self._room_in_host, has_disk=lambda: self._options().has_disk,
+            ahead_bytes=lambda: self._options().ahead_bytes,
             suspension=Suspension(self._order, self._kept_bytes, self._free_bytes),
         )  # fmt: skip
 

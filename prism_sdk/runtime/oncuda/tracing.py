@@ -38,6 +38,7 @@ ISSUED_COLUMN = "prism.issued_ns"
 """Named column of units: when the program, on the host, came to what `start_ns` gives in the device's time."""
 
 _BLOCKED_NS = 20_000  # a stream that waited for longer was held up, so what it waited for ended then
+_HUNG_S = 1.0  # so long a GPU is waited for that may wait itself for a rank that is gone; the launcher waits longer
 _WATCHDOG_S = 1.0  # torch's looks ten times a second
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
 
@@ -118,7 +119,7 @@ class DeviceTracer(Tracer):
     # -- writing ----------------------------------------------------------------------------------------------------
 
     def _flush(self, *, everything: bool, open_unit: int | None) -> None:
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing() and not everything:
+        if not everything and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return  # looking at events would break the capture
         self._clock.settle(wait=False)
         if not everything:  # what the last step did may be under way
@@ -143,9 +144,10 @@ class DeviceTracer(Tracer):
             first = done.index(False) if False in done else len(done)
             self._steps, kept = self._steps[:first], self._steps[first:]
         self._steps = [
-            (step, ABSENT if start == ABSENT else self._when(start), self._when(end), losses, peak, cpu_ns)
+            (step, ABSENT if start == ABSENT else self._when(start), self._when(end), [*filter(_is_there, losses)],
+             peak, cpu_ns)
             for step, start, end, losses, peak, cpu_ns in self._steps
-        ]
+        ]  # fmt: skip
         super()._write_steps(everything=everything)
         self._steps = kept
 
@@ -194,13 +196,17 @@ class DeviceTracer(Tracer):
     def finish(self, status: str) -> None:
         if not self.finished and torch.cuda.is_initialized():
             with contextlib.suppress(RuntimeError):  # of a GPU that has failed: what is known is written
-                self._settle()
+                self._settle(is_complete=status == "complete")
+            self._clock.stop()
             self.writer.set_metadata(f"rank.{self.rank}.times", "device")
         super().finish(status)
 
-    def _settle(self) -> None:
+    def _settle(self, *, is_complete: bool) -> None:
         self.compute_until(self.now())
-        self._clock.settle(wait=True)
+        self._clock.settle(wait=True, patience_s=None if is_complete else _HUNG_S)
+        if not is_complete:
+            self._durations.collect()
+            return
         until = time.monotonic() + _WATCHDOG_S
         while time.monotonic() < until:
             self._durations.collect()
@@ -221,4 +227,7 @@ def _is_open(value: int) -> bool:
 
 
 def _is_there(loss: float | Callable[[], float]) -> bool:
-    return not callable(loss) or bool(getattr(loss, "is_there", lambda: True)())
+    try:
+        return not callable(loss) or bool(getattr(loss, "is_there", lambda: True)())
+    except RuntimeError:  # of a GPU that has failed
+        return False

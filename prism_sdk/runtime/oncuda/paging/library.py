@@ -86,6 +86,7 @@ class Pages:
         """Begin to serve allocations; once in a process, before it opens the device."""
         assert _library is not None
         self._library: Any = _library
+        self._library.prism_pages_ready_bytes.restype = ctypes.c_uint64
         self.disk_fd = -1 if disk is None else os.open(disk, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         result = self._library.prism_pages_open(
             socket_fd,
@@ -124,6 +125,18 @@ class Pages:
         moved = Moved()
         self._library.prism_pages_out(where, ctypes.byref(moved))
         return moved
+
+    def prepare(self, num_bytes: int, *, num_threads: int = 2) -> None:
+        """Begin to take so much host memory for the next move; threads of low priority do it, and nobody waits."""
+        self._library.prism_pages_prepare(ctypes.c_uint64(num_bytes), num_threads)
+
+    def drop(self) -> None:
+        """Give back the host memory that is kept for the next move."""
+        self._library.prism_pages_drop()
+
+    def ready_bytes(self) -> int:
+        """How much of that is there."""
+        return int(self._library.prism_pages_ready_bytes())
 
     def move_in(self, *, into_reserve: bool = True) -> Moved:
         """Bring them back."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from prism_sdk.errors import RunError
 
-__all__ = ["DROP", "IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "ROOM"]
+__all__ = ["DROP", "IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "PREPARE", "READY", "ROOM"]
 
-OUT, IN, NEED, MOVED, ROOM, DROP = 1, 2, 3, 4, 5, 6
+OUT, IN, NEED, MOVED, ROOM, DROP, PREPARE, READY = range(1, 9)
 NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5  # how moves end: pages.h
 _MESSAGE = struct.Struct("=IIIIQQQ")
 
@@ -56,10 +56,10 @@ class Link:
         self.sock = sock
         self._buffer = bytearray(begun)
 
-    def send(self, kind: int, argument: int = 0) -> None:
+    def send(self, kind: int, argument: int = 0, num_bytes: int = 0) -> None:
         """Say it; a rank that is gone is noticed elsewhere."""
         with contextlib.suppress(OSError):
-            self.sock.sendall(_MESSAGE.pack(kind, argument, 0, 0, 0, 0, 0))
+            self.sock.sendall(_MESSAGE.pack(kind, argument, 0, 0, num_bytes, 0, 0))
 
     def receive(self) -> list[Message] | None:
         """What has come; None: the other end is gone."""

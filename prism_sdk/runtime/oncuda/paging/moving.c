@@ -14,11 +14,9 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #define CHUNK ((size_t)4 << 20)
-#define HUGE_PAGE ((size_t)2 << 20)
 #define MAX_WORKERS 32
 
 typedef struct {
@@ -187,31 +185,14 @@ static Chunk *chunks_of_pages(size_t *num) {
     return chunks;
 }
 
-static int make_image(int where, size_t num_bytes) {
+static int make_room_for_image(int where, size_t num_bytes) {
     if (where == ON_DISK) {
         if (state.disk_fd < 0) return EBADF;
         int code = posix_fallocate(state.disk_fd, 0, (off_t)num_bytes); /* a full disk is found out now */
         if (code) (void)!ftruncate(state.disk_fd, 0);
         return code;
     }
-    if (state.image && state.mapping_bytes >= num_bytes + HUGE_PAGE) return 0;
-    drop_image();
-    size_t size = num_bytes + HUGE_PAGE;
-    void *mapping = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapping == MAP_FAILED) return ENOMEM;
-    uintptr_t start = ((uintptr_t)mapping + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
-    state.image = (unsigned char *)start;
-    state.image_mapping = mapping;
-    state.mapping_bytes = size;
-    madvise(mapping, size, MADV_HUGEPAGE);
-    madvise(mapping, size, MADV_DONTFORK);
-    return 0;
-}
-
-/* Give the host its memory back; only while nothing is in it. */
-void drop_image(void) {
-    if (state.image) munmap(state.image_mapping, state.mapping_bytes);
-    state.image = NULL;
+    return make_image(num_bytes);
 }
 
 static void move_out_locked(int where, Moved *moved) {
@@ -220,6 +201,7 @@ static void move_out_locked(int where, Moved *moved) {
         moved->status = NOT_NOW;
         return;
     }
+    stop_preparing();
     driver.cuCtxSetCurrent(state.context);
     if ((moved->code = (uint32_t)driver.cuCtxSynchronize())) {
         moved->status = DRIVER_ERROR;
@@ -228,7 +210,7 @@ static void move_out_locked(int where, Moved *moved) {
     int num_workers = prepare_stages(state.num_workers);
     Job job = {.is_out = 1};
     job.chunks = chunks_of_pages(&job.num_chunks);
-    if (!num_workers || !job.chunks || (moved->code = (uint32_t)make_image(where, state.movable_bytes))) {
+    if (!num_workers || !job.chunks || (moved->code = (uint32_t)make_room_for_image(where, state.movable_bytes))) {
         moved->status = where == ON_DISK && num_workers && job.chunks ? NO_DISK : NO_HOST_MEMORY;
         free(job.chunks);
         return;

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from prism_sdk.errors import PrismError, RunError
+from prism_sdk.runtime.oncuda.paging.ahead import Ahead
 from prism_sdk.runtime.oncuda.paging.choosing import victim, will_park
-from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, NO_DEVICE_MEMORY, OUT, ROOM, Link, Message
+from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, NO_DEVICE_MEMORY, OUT, READY, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.tenants import (
     IN_HOST_MEMORY,
     ON_DISK,
@@ -40,11 +41,13 @@ class Pager:
         self, *, fail: Callable[[PrismError], None], resumed: Callable[[], None],
         refused: Callable[[Request, str], PrismError], room_in_host: Callable[[], int],
         has_disk: Callable[[], bool] = lambda: False, suspension: Suspension | None = None,
+        ahead_bytes: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """`fail` ends the launch, with what `refused` makes of a request and of why nothing more could be moved.
 
         `resumed` is called when somebody can run now, `room_in_host` says how many bytes more the host has room for,
-        `has_disk` whether there is one beside; `suspension` takes whole processes off, once no pages are left to move.
+        `has_disk` whether there is one beside; `ahead_bytes` how much of it may be taken before it is needed;
+        `suspension` takes whole processes off, once no pages are left to move.
         """
         self._fail, self._resumed, self._refused = fail, resumed, refused
         self._room_in_host, self._has_disk = room_in_host, has_disk
@@ -59,6 +62,10 @@ class Pager:
         self.tally = Tally()
         self.why_not = ""
         self._suspension = suspension
+        self._ahead = Ahead(
+            ahead_bytes, room_in_host=room_in_host,
+            free_bytes=lambda device: None if suspension is None else suspension.free_bytes(device),
+        )  # fmt: skip
 
     # -- what ranks do ------------------------------------------------------------------------------------------------
 
@@ -81,6 +88,7 @@ class Pager:
         self._counter += 1
         tenant.parked_as, tenant.ready_as = self._counter, 0
         self._advance(tenant.device)
+        self._ahead.look(tenant.device, self._tenants.values())
 
     def ready(self, rank: int) -> None:
         """The rank could go on."""
@@ -95,6 +103,7 @@ class Pager:
     def ended(self, rank: int) -> None:
         """The rank's process is gone, and what it held with it."""
         tenant = self._tenants.pop(rank, None)
+        self._ahead.ended(rank)
         if tenant is None:
             return
         if tenant.where in self.out_bytes:
@@ -169,6 +178,10 @@ class Pager:
             self._busy.pop(tenant.device, None)
             (self._left if message.argument == OUT else self._came)(tenant, message)
             self._advance(tenant.device)
+        elif message.kind == READY:
+            self.tally.ahead_bytes += message.num_bytes
+            self._ahead.ended(rank)
+            self._ahead.look(tenant.device, self._tenants.values())
 
     def _left(self, tenant: Tenant, message: Message) -> None:
         if why := message.why_it_stays:
@@ -182,7 +195,8 @@ class Pager:
             return  # there was nothing
         tenant.where = tenant.goes_to
         self.out_bytes[tenant.where] += message.num_bytes
-        tenant.warm_bytes = 0 if tenant.where == IN_HOST_MEMORY else tenant.warm_bytes
+        if tenant.where == IN_HOST_MEMORY:
+            tenant.warm_bytes = tenant.ahead_bytes = 0
         self.tally.add("out", message)
         self._moving_for[tenant.device].missing_bytes -= message.num_bytes
 
@@ -228,6 +242,7 @@ class Pager:
         if request.missing_bytes <= 0:
             return self._grant(request)
         request.num_tries += 1
+        self._ahead.is_short(request.device)
         leaving = self._victim(request) if request.num_tries <= _MAX_TRIES else None
         if leaving is not None:
             return self._move(leaving, OUT, leaving.goes_to, request)

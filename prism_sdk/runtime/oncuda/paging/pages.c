@@ -273,3 +273,9 @@ EXPORT void prism_pages_hold_still(int holds_still) { state.holds_still = holds_
 EXPORT void prism_pages_out(int where, Moved *moved) { move_out(where, moved); }
 
 EXPORT void prism_pages_in(int into_reserve, Moved *moved) { move_in(into_reserve, moved); }
+
+EXPORT void prism_pages_prepare(uint64_t num_bytes, int num_threads) { prepare(num_bytes, num_threads); }
+
+EXPORT void prism_pages_drop(void) { drop_if_unused(); }
+
+EXPORT uint64_t prism_pages_ready_bytes(void) { return ready_bytes(); }

@@ -134,10 +134,16 @@ void unback_page(Page *page);
 uint64_t now_ns(void);
 
 void move_out(int where, Moved *moved);
+int make_image(size_t num_bytes); /* under state.lock, as drop_image; 0, or an error of the system */
 void drop_image(void);
+void drop_if_unused(void); /* takes state.lock itself */
+void prepare(uint64_t num_bytes, int num_threads);
+void stop_preparing(void);
+uint64_t ready_bytes(void); /* of what was prepared last */
 void move_in(int into_reserve, Moved *moved); /* into_reserve: also where less is free then than is to be left free */
 
 int start_service(void);
+void tell_ready(uint64_t num_bytes);
 int ask_for_room(uint64_t num_bytes); /* 1: there may be room now */
 void after_fork_in_child(void);
 

@@ -10,8 +10,9 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* OUT, IN, ROOM and DROP (the host memory that is kept for the next move) come from the launcher, NEED and MOVED go to it. */
-enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5, DROP = 6 };
+/* OUT, IN, ROOM, DROP (the host memory that is kept for the next move) and PREPARE (such memory, so many bytes of it, by
+ * `argument` threads) come from the launcher, NEED, MOVED and READY (so many bytes were prepared) go to it. */
+enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5, DROP = 6, PREPARE = 7, READY = 8 };
 
 typedef struct {
     uint32_t kind, argument; /* OUT: where to; IN: 1 into the reserve; ROOM: 1: try again */
@@ -44,6 +45,11 @@ static int say(Message *message) {
     return said;
 }
 
+void tell_ready(uint64_t num_bytes) {
+    Message message = {READY, 0, {.num_bytes = num_bytes}};
+    if (state.socket_fd >= 0) say(&message);
+}
+
 static void tell_room(int answer) {
     pthread_mutex_lock(&room_lock);
     room_answer = answer;
@@ -61,9 +67,11 @@ static void *serve(void *unused) {
             continue;
         }
         if (message.kind == DROP) {
-            pthread_mutex_lock(&state.lock);
-            if (state.where != IN_HOST_MEMORY) drop_image();
-            pthread_mutex_unlock(&state.lock);
+            drop_if_unused();
+            continue;
+        }
+        if (message.kind == PREPARE) {
+            prepare(message.moved.num_bytes, (int)message.argument);
             continue;
         }
         Message reply = {MOVED, message.kind, {0}};

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from prism_sdk.errors import UnsupportedError, UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.oncuda.paging.ahead import AHEAD_BYTES
 from prism_sdk.runtime.oncuda.paging.build import compiled_library
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.ranks import PagingSpec
@@ -67,10 +68,14 @@ def plan_paging(
         disk=None if disk is None else disk.absolute(),
     )  # fmt: skip
     moves = MoveOptions(
-        can_move=can_move, host_bytes=config.parked_memory_bytes, has_disk=disk is not None,
-        visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
+        can_move=can_move, ahead_bytes=_ahead_bytes(config), host_bytes=config.parked_memory_bytes,
+        has_disk=disk is not None, visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )  # fmt: skip
     return PagingPlan(spec, library, moves)
+
+
+def _ahead_bytes(config: LaunchConfig) -> int:
+    return AHEAD_BYTES if config.parked_ahead_bytes is None else config.parked_ahead_bytes
 
 
 def _num_devices(environ: Mapping[str, str]) -> int:

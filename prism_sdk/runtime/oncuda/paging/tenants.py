@@ -38,6 +38,7 @@ class Tenant:
     is_moving: bool = False
     is_suspended: bool = False  # the whole process is off the device, and what could not be moved with it
     warm_bytes: int = 0  # host memory that it keeps for the next time it leaves
+    ahead_bytes: int = 0  # what of that was taken ahead, and has not been used yet
     kept_bytes: int = 0  # of that process on the device, beside what can be moved
     parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
     ready_as: int = 0  # when it became ready to go on; 0: it waits
@@ -82,6 +83,7 @@ def give_back(tenants: Iterable[Tenant], num_bytes: int, *, room_bytes: int, spa
         if tenant.warm_bytes and tenant is not spared and tenant.link is not None:
             tenant.link.send(DROP)
             room_bytes, tenant.warm_bytes = room_bytes + tenant.warm_bytes, 0
+            tenant.ahead_bytes = 0
     return num_bytes <= room_bytes
 
 
@@ -94,6 +96,7 @@ class Tally:
     total_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
     copy_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
     num_suspended: int = 0
+    ahead_bytes: int = 0
 
     def add(self, way: str, message: Message) -> None:
         """One more move, `out` or `back`."""
@@ -111,6 +114,8 @@ class Tally:
             for way, number in self.num_moves.items()
             if number
         ]
+        if self.ahead_bytes:
+            parts.append(f"host memory for {self.ahead_bytes / 1e9:.1f} GB taken ahead")
         if self.num_suspended:
             parts.append(f"whole processes {self.num_suspended} times")
         return ", ".join(parts)

@@ -1,0 +1,66 @@
+"""Who gets host memory before its device memory has to leave: the pager over ranks that are played."""
+
+from __future__ import annotations
+
+import pytest
+
+from prism_sdk.runtime.oncuda.paging.ahead import Ahead
+from prism_sdk.runtime.oncuda.paging.links import READY, Message
+from prism_sdk.runtime.oncuda.paging.tenants import Tenant, give_back
+from tests.runtime.test_paging import FakeLink, Machine
+
+GIB = 1 << 30
+
+
+def test_who_leaves_next_has_its_host_memory_before() -> None:
+    machine = Machine(100 * GIB, host=1000 * GIB, ahead=75 * GIB)
+    for rank in range(4):
+        machine.start(rank)
+        assert machine.allocate(rank, 30 * GIB)
+        if rank == 3:
+            assert machine.moves == [("out", 0)]
+        machine.park(rank)
+        # the device is found full by rank 3 only; then rank 1 is the next that leaves, and only one is asked at a time
+        assert machine.prepared == ([] if rank < 3 else [(1, 30 * GIB)])
+    machine.pager.heard(1, Message(READY, num_bytes=30 * GIB))
+    assert machine.prepared[1:] == [(2, 30 * GIB)]
+    machine.pager.heard(2, Message(READY, num_bytes=30 * GIB))
+    assert len(machine.prepared) == 2  # the third would be beyond the budget
+    machine.start(4)
+    assert machine.allocate(4, 40 * GIB) and machine.moves == [("out", 0), ("out", 1)]
+    machine.park(4)
+    assert machine.prepared[2:] == [(3, 30 * GIB)]  # what rank 1 had ahead is used
+    machine.pager.ready(1)
+    assert machine.bring(1) and machine.moves[2:] == [("out", 2), ("in", 1)]
+    machine.park(1)
+    assert len(machine.prepared) == 3  # rank 1 has kept its own; rank 3 has not said that it is done
+    machine.pager.ended(3)
+    machine.park(1)
+    assert machine.prepared[3:] == [(4, 40 * GIB)]
+    assert "host memory for 64.4 GB taken ahead" in str(machine.pager.tally)
+
+
+@pytest.mark.parametrize(("host", "ahead"), [(1000, 0), (1000, 20), (110, 75)])
+def test_host_memory_is_not_taken_ahead_beyond_its_limits(host: int, ahead: int) -> None:
+    machine = Machine(100 * GIB, host=host * GIB, ahead=ahead * GIB)
+    for rank in range(4):
+        machine.start(rank)
+        assert machine.allocate(rank, 45 * GIB)
+        machine.park(rank)
+    assert machine.moves == [("out", 0), ("out", 1)] and machine.prepared == []
+
+
+def test_a_device_that_is_nearly_full_is_seen_before_anybody_finds_no_room() -> None:
+    link = FakeLink(Machine(0), 0)
+    tenant, free = Tenant(0, link=link, num_bytes=30 * GIB, parked_as=1), 31 * GIB
+    ahead = Ahead(lambda: 40 * GIB, room_in_host=lambda: 60 * GIB, free_bytes=lambda device: free)
+    ahead.look(0, [tenant])
+    assert link.machine.prepared == []
+    ahead._looked_ns.clear()
+    free = 29 * GIB
+    ahead.look(1, [tenant])
+    ahead.look(0, [tenant])
+    ahead.look(0, [tenant])
+    assert link.machine.prepared == [(0, 30 * GIB)] and (tenant.warm_bytes, tenant.ahead_bytes) == (30 * GIB,) * 2
+    assert not give_back([tenant], 100 * GIB, room_bytes=10 * GIB, spared=None)
+    assert (tenant.warm_bytes, tenant.ahead_bytes) == (0, 0)

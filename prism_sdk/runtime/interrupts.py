@@ -62,7 +62,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def ending_by_exception() -> Iterator[None]:
-    """Between launches: SIGTERM and SIGHUP raise `Interrupted`, as Ctrl-C raises an exception, so that all is closed."""
+    """Between launches: SIGTERM and SIGHUP raise `Interrupted`, so that all is closed as after Ctrl-C."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise Interrupted(number)

@@ -17,7 +17,7 @@ Importing ``prism_sdk`` imports nothing else: it also happens inside every proce
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False  # importing typing takes longer than all else here, and Ctrl-C is not listened for before
 
 if TYPE_CHECKING:
     from prism_sdk.hookspecs import hookimpl as hookimpl

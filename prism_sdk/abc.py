@@ -161,6 +161,9 @@ class CalibrationStrategy(abc.ABC):
     """One line for ``prism plugins``."""
     option_names: Sequence[str] | None = None  # keys of -O that it knows; None: nobody checks them for it
 
+    def check_options(self, options: Mapping[str, str]) -> None:  # noqa: B027 - optional
+        """Raise UsageError for a value of ``-O`` that has no meaning. Called before anything is read or started."""
+
     @abc.abstractmethod
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         """Write the calibrated graph to ``context.output`` and say how good it is.

@@ -74,6 +74,7 @@ def convert(
         raise UsageError(f"{traces[0]} is a trace already, and there are other sources", hint=hint)
     to_trace = exporter is None and output.suffix == ".prism"
     if traces:
+        _check_unpacked(traces[0])
         if to_trace or importer is not None:
             hint = "`prism slice` cuts, `prism compact` shrinks, `prism merge` joins; --to names another format"
             raise UsageError(f"{traces[0]} is a trace already", hint=hint)
@@ -89,6 +90,13 @@ def convert(
     counts = {**{f"import_{name}": number for name, number in first.counts.items()}, **second.counts}
     notes = (*first.notes, *second.notes)
     return f"{reader.name} -> trace -> {writer.name}", replace(second, counts=counts, notes=notes)
+
+
+def _check_unpacked(trace: Path) -> None:
+    with open(trace, "rb") as file:
+        if file.read(len(_TRACE_MAGIC)) != _TRACE_MAGIC:
+            hint = "unpack it first (gzip -d); `prism compact` makes a smaller file that every command reads"
+            raise UsageError(f"{trace} is a trace packed by gzip", hint=hint)
 
 
 def head_of(source: Path) -> bytes:

@@ -197,6 +197,9 @@ class ReplayBackend(abc.ABC):
     needs_board: bool = False
     """Whether somebody outside a lone sandbox rank must see its posts."""
 
+    def check_options(self, options: Mapping[str, str]) -> None:  # noqa: B027 - optional
+        """Raise UsageError for a value of ``-O`` that has no meaning. Called before anything is read or started."""
+
     def assist(self, context: AssistContext) -> AbstractContextManager[Assistance]:
         """Start what runs beside the sandbox ranks, in the launcher; leaving the context ends it."""
         return nullcontext(Assistance())

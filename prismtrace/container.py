@@ -99,6 +99,16 @@ def parse_frame(raw: bytes | memoryview, *, path: str, offset: int) -> Frame:
     return Frame(kind, meta_length, meta_crc, data_length, data_crc)
 
 
+PACKED: Final = {
+    b"\x1f\x8b": ("gzip", "gzip -d"),
+    b"PK\x03\x04": ("a zip archive", "unzip"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
+    b"BZh": ("bzip2", "bzip2 -d"),
+    b"\xfd7zXZ": ("xz", "xz -d"),
+}
+"""How packed files begin -> what packed them, and the command that unpacks them."""
+
+
 def check_magic(raw: bytes, *, path: str) -> None:
     """Tells a PrismTrace file of this major version from everything else."""
     if len(raw) >= 8 and raw[:5] == MAGIC[:5] and raw[6:8] == MAGIC[6:]:
@@ -111,6 +121,10 @@ def check_magic(raw: bytes, *, path: str) -> None:
         return
     if MAGIC.startswith(raw):
         raise TraceUnfinishedError("shorter than the magic bytes", path=path, offset=0)
+    for begins, (what, command) in PACKED.items():
+        if raw.startswith(begins):
+            message = f"not a PrismTrace file, but {what}: unpack it first ({command})"
+            raise TraceFormatError(message, path=path, offset=0)
     raise TraceFormatError("not a PrismTrace file", path=path, offset=0)
 
 

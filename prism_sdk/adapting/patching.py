@@ -18,7 +18,7 @@ from typing import Any
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, UnitNamer
 from prism_sdk.adapting.imports import AfterImport
 
-__all__ = ["Around", "PatchingAdapter", "find_hook", "version_in_bounds"]
+__all__ = ["Around", "PatchingAdapter", "find_hook", "version_in_bounds", "version_of"]
 
 _ITEM = re.compile(r"(?P<name>[^\[]+)\[(?P<key>[^\]]+)\]")
 _MISSING = object()
@@ -85,7 +85,7 @@ class _Patches:
     def _apply(self, one: Around) -> None:
         hook = one.hook
         if self._version is None:
-            self._version = _version_of(self._distribution)
+            self._version = version_of(self._distribution)
         if not version_in_bounds(self._version, hook):
             return
         found = find_hook(hook)
@@ -152,7 +152,11 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
                     fail(error)
         finally:
             if token is not None:
-                leave(token)
+                try:
+                    leave(token)
+                except Exception as error:
+                    is_token = isinstance(token, int)
+                    fail(error if is_token else TypeError(f"before returned {token!r:.60}, which is no token of enter"))
         return result
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__"):
@@ -179,7 +183,8 @@ def find_hook(hook: AdapterHook) -> tuple[Any, Any, bool] | None:
     return None
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """The version of a distribution, or of the module of that name where none is installed; a text without numbers."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:  # run from a checkout

@@ -58,6 +58,9 @@ class GlooBackend(ReplayBackend):
     option_names = ("lead_us",)
     needs_board = True
 
+    def check_options(self, options: Mapping[str, str]) -> None:
+        at_least(options, "lead_us", default=_LEAD_US, low=0)
+
     def assist(self, context: AssistContext) -> AbstractContextManager[Assistance]:
         return _assistant(context)
 

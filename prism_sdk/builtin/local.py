@@ -7,9 +7,11 @@ GPU are held by the runtime (prism_sdk/runtime/oncuda/holding.py).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from prism_sdk.abc import ReplayBackend, ReplayContext, ReplaySession
 from prism_sdk.hookspecs import hookimpl
+from prism_sdk.interop.options import at_least
 
 _SPIN_NS = 150_000  # the last stretch is spun: a sleep may end that much late
 
@@ -38,6 +40,11 @@ class LocalBackend(ReplayBackend):
     name = "local"
     option_names = ("device_pool_bytes", "occupy")
     description = "hold each communication until the graph's time; no peers"
+
+    def check_options(self, options: Mapping[str, str]) -> None:
+        at_least(options, "device_pool_bytes", default=0, low=0)
+        if options.get("occupy") != "off":
+            at_least(options, "occupy", default=0, low=0)
 
     def open(self, context: ReplayContext) -> ReplaySession:
         return LocalSession()

@@ -54,6 +54,10 @@ class NcclBackend(ReplayBackend):
     program: Sequence[str] = ("-m", "prism_sdk.runtime.oncuda.neighbours")
     """What the assistant runs."""
 
+    def check_options(self, options: Mapping[str, str]) -> None:
+        integer(options, "assistant", default=None, low=0, high=_LAST_DEVICE)
+        at_least(options, "device_pool_bytes", default=0, low=0)
+
     def num_devices(self) -> int:
         """GPUs that a launch may use."""
         from prism_sdk.runtime.gpus import num_gpus

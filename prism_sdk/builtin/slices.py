@@ -70,6 +70,9 @@ class Slices(CalibrationStrategy):
     option_names = ("cluster", "occupy", "passes", "transfers", "warmup_steps")
     description = "run as many ranks at once as there are slots, the others virtual; repeat until times are stable"
 
+    def check_options(self, options: Mapping[str, str]) -> None:
+        Options.parse(options)
+
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         options = Options.parse(context.options)
         context.progress(0, 1, doing="reading the graph")

@@ -9,20 +9,17 @@ import importlib.util
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
+from prism_sdk.cli.choosing import checked_plugins
 from prism_sdk.cli.output import echo_json
 from prism_sdk.cli.outputs import check_folder
 from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, Number, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
-from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import (
-    DEFAULT_BACKEND,
     DEFAULT_SAMPLES,
-    DEFAULT_STRATEGY,
-    RUNTIME_OPTIONS,
     LaunchConfig,
     LaunchMode,
     LaunchResult,
@@ -31,10 +28,6 @@ from prism_sdk.runtime.config import (
 )
 from prism_sdk.settings import Settings
 from prism_sdk.wording import counted
-
-if TYPE_CHECKING:
-    from prism_sdk.abc import CalibrationStrategy, ReplayBackend
-    from prism_sdk.plugins import PluginManager
 
 __all__ = ["CONTEXT_SETTINGS", "launch_command", "option", "run_launch"]
 
@@ -164,7 +157,7 @@ def run_launch(mode: LaunchMode, values: Mapping[str, Any]) -> int:
         for (name, *_), reason in _IGNORED.items():
             if values[name.lstrip("-").replace("-", "_")] is not None:
                 click.echo(f"prism: {name} is ignored: {reason}", err=True)
-    manager = _checked_plugins(config, settings)
+    manager = checked_plugins(config, settings)
     if importlib.util.find_spec("torch") is None:
         hint = "install PyTorch into this environment; `prism doctor` checks the rest"
         raise UsageError(f"prism {mode.value} needs torch, which is not installed", hint=hint)
@@ -343,41 +336,6 @@ def _check_output(output: Path, *, graph: Path | None) -> None:
         raise click.BadParameter(f"{output} cannot be written: permission denied.", param_hint="'--output'")
     if graph is not None and output.exists() and graph.exists() and output.samefile(graph):
         raise click.BadParameter("the output is the graph itself; give another name.", param_hint="'--output'")
-
-
-def _checked_plugins(config: LaunchConfig, settings: Settings) -> PluginManager:
-    """Load plugins, and raise for everything that the user named and that cannot be used."""
-    from prism_sdk.plugins import PluginManager
-
-    is_replayed = config.mode in (LaunchMode.CALIBRATE, LaunchMode.EMULATE)
-    kinds = (["adapter"] if config.adapters else []) + (["strategy", "backend"] if is_replayed else [])
-    manager = PluginManager(
-        settings, named=config.plugins, only=kinds, report=lambda line: click.echo(line, err=True)
-    )  # fmt: skip
-    manager.check_named()
-    users: list[CalibrationStrategy | ReplayBackend] = []
-    if config.mode is LaunchMode.CALIBRATE:
-        users.append(manager.strategy(config.strategy or DEFAULT_STRATEGY))
-    if is_replayed:
-        users.append(manager.backend(config.backend or DEFAULT_BACKEND))
-    for name in config.adapters or ():
-        manager.adapter(name)
-    _check_options(config, users)
-    at_least(config.options, "prefetch_bytes", default=0, low=0)  # the one that the runtime itself reads
-    return manager
-
-
-def _check_options(config: LaunchConfig, users: Sequence[CalibrationStrategy | ReplayBackend]) -> None:
-    """Refuse keys of -O that nobody reads; a plugin that does not say which it reads may read any."""
-    names = [user.option_names for user in users] + ([RUNTIME_OPTIONS] if users else [])
-    if any(known is None for known in names):
-        return
-    known = sorted({name for one in names for name in one or ()})
-    for name in config.options:
-        if name not in known:
-            of = " and ".join(f"{user.name!r}" for user in users)
-            hint = f"with {of} there are: {', '.join(known)}" if known else f"prism {config.mode} has none"
-            raise UsageError(f"there is no -O option {name!r}", hint=hint)
 
 
 def _report(config: LaunchConfig, result: LaunchResult) -> None:

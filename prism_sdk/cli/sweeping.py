@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -58,9 +58,13 @@ class VariantTask:
         return found
 
 
-def report_of(file: Path, scenario: Scenario, steps: range | None, base_step_ns: float | None) -> dict[str, Any]:
-    """The report of one variant, as JSON."""
-    report: dict[str, Any] = json_ready(summarise(scenario.run(file, steps=steps), base_step_ns=base_step_ns))
+def report_of(
+    file: Path, scenario: Scenario, steps: range | None, base_step_ns: float | None, *,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """The report of one variant, as JSON; ``progress`` is told how many ranks of how many are read."""
+    timeline = scenario.run(file, steps=steps, progress=progress)
+    report: dict[str, Any] = json_ready(summarise(timeline, base_step_ns=base_step_ns))
     return report
 
 
@@ -82,7 +86,7 @@ def sweep_on_cluster(
         step_ns = base.report()["step_time_ns"]
         tasks = [VariantTask(file, name, scenario, steps, step_ns, folder) for name, scenario in others]
         distinct = list({task.output: task for task in tasks}.values())
-        engine.run(distinct, lambda done: ticker(done + 1, len(named)))
+        engine.run(distinct, lambda done: ticker(done + 1, len(distinct) + 1))
     reports = [task.report() for task in (base, *tasks)]
     shutil.rmtree(folder, ignore_errors=True)
     return reports

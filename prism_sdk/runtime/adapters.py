@@ -12,13 +12,17 @@ from typing import Any
 
 from prism_sdk.abc import FrameworkAdapter
 from prism_sdk.adapting import PatchingAdapter
-from prism_sdk.runtime.names import Names
+from prism_sdk.runtime.names import FIELDS, Names, check_note, checked, checked_index, checked_text
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
 
 _PHASES = {phase.name.lower(): int(phase) for phase in Phase if phase}
 _OTHER = int(Phase.OTHER)
 _NOTHING = (None,) * 7
+_FIELDS = frozenset(FIELDS)
+_MOST_OPEN = 1000  # stretches: more are never ended
+_MOST_REASONS = 32  # of one adapter
+_MOST_REASON = 500  # characters
 _MOST_NAMES = 1 << 16  # labels may be endless; beyond it equal names are no longer one object
 _DEFAULT = "default_pg"  # torch's description of the group of all ranks
 _MESH = "mesh_"  # torch's description of the groups of a DeviceMesh: mesh_ and the name of the dimension
@@ -58,6 +62,7 @@ class Naming:
 
     def write(self) -> None:
         """Put into the shard what is no unit: fidelity, coordinates, purposes of groups."""
+        self.tracer.settle_notes()
         writer, rank = self.tracer.writer, self.tracer.rank
         for name, value in self.facts().items():
             writer.set_metadata(f"rank.{rank}.{name}", value)
@@ -105,9 +110,11 @@ class TracerNamer:
         said = (outer, phase, microbatch, stage, model_chunk, label, part, layer, schedule)
         try:
             number, names = self._known[said]
-        except KeyError:
+        except (KeyError, TypeError):
             number, names = self._merge(said)
         naming.next_token = token = naming.next_token + 1
+        if not token & 1023 and len(self._stack) > _MOST_OPEN:
+            self._forget()
         if number:
             self._stack.append((token, tracer.phase, tracer.named_phase, outer, tracer.queued))
             tracer.switch(number, number, names)
@@ -136,14 +143,31 @@ class TracerNamer:
             tracer.switch(phase, named_phase, names)
         tracer.queued = queued
 
+    def _forget(self) -> None:
+        """Stretches that nobody ends would fill the memory of the rank."""
+        self.lower(f"more than {_MOST_OPEN} stretches were open at once: they are entered and never left")
+        self._stack.clear()
+
+    def _look_up(self, said: tuple[Any, ...]) -> tuple[int, Names | None]:
+        try:
+            return self._known[said]
+        except (KeyError, TypeError):
+            return self._merge(said)
+
     def _merge(self, said: tuple[Any, ...]) -> tuple[int, Names | None]:
         """The phase and the names of a stretch in which that is said; equal names are one object."""
+        right, is_kept = checked(said, self.lower)
+        merged = self._merged(right)
+        if is_kept:
+            if len(self._known) >= _MOST_NAMES:
+                self._known.clear()
+            self._known[said] = merged
+        return merged
+
+    def _merged(self, said: tuple[Any, ...]) -> tuple[int, Names | None]:
         outer, given, microbatch, stage, model_chunk, label, part, layer, schedule = said
-        if len(self._known) >= _MOST_NAMES:
-            self._known.clear()
-        phase = 0 if given is None else _PHASES.get(given, _OTHER)
+        phase = 0 if given is None else self._phase(given)
         if not phase and said[2:] == _NOTHING:
-            self._known[said] = 0, outer
             return 0, outer
         if outer is not None:
             if microbatch is None and stage is None and model_chunk is None and schedule is None:
@@ -153,10 +177,15 @@ class TracerNamer:
                 part = outer.part
             layer = outer.layer if layer is None else layer
             label = outer.label if label is None else label
-        names = Names(label, microbatch, stage, model_chunk, part, layer, schedule, self._adapter)
-        self._known[said] = phase, names
         self._naming.used.add(self._adapter)
-        return phase, names
+        return phase, Names(label, microbatch, stage, model_chunk, part, layer, schedule, self._adapter)
+
+    def _phase(self, given: Any) -> int:
+        """The number of a phase; a word that is none counts as other."""
+        number = _PHASES.get(given) if isinstance(given, str) else None
+        if number is None:
+            self.lower(f"there is no phase {given!r:.60}: there are {', '.join(_PHASES)}")
+        return _OTHER if number is None else number
 
     def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Names for units outside of any stretch."""
@@ -165,25 +194,38 @@ class TracerNamer:
             return
         names = None
         if not (microbatch is None and stage is None and layer is None):
-            said = (None, None, microbatch, stage, None, None, None, layer, None)
-            _, names = self._known.get(said) or self._merge(said)
+            _, names = self._look_up((None, None, microbatch, stage, None, None, None, layer, None))
         self._tracer.assumed = names
         if not naming.stack:
             self._tracer.switch(0, 0, names)
 
     def next_units(self, names: Sequence[Mapping[str, int | str]]) -> None:
         """Names for the next communication units of the innermost stretch."""
+        if not self._naming.is_open:
+            return
         outer = self._tracer.names
-        order = ("phase", "microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")
         queued: list[tuple[int, Names | None]] = []
-        for one in reversed(names):
-            said = (outer, *(one.get(field) for field in order))
-            queued.append(self._known.get(said) or self._merge(said))
+        try:
+            for one in reversed(names):
+                if not _FIELDS.issuperset(one):
+                    unknown = ", ".join(sorted(map(str, _FIELDS.symmetric_difference(one) - _FIELDS)))
+                    self.lower(f"next_units: there is no name {unknown}: there are {', '.join(FIELDS)}")
+                queued.append(self._look_up((outer, *(one.get(field) for field in FIELDS))))
+        except (AttributeError, TypeError) as error:
+            self.lower(f"next_units: {error}")
+            return
         self._tracer.queued = queued
 
     def note(self, column: str, value: Sequence[int] | Callable[[], Sequence[int]]) -> None:
         """Put a list of integers into a named column of the next unit."""
-        self._tracer.note(column, value)
+        if not self._naming.is_open:
+            return
+        try:
+            check_note(column)
+        except ValueError as error:
+            self.lower(f"note: {error}")
+            return
+        self._tracer.note(column, value, self.lower)
 
     @property
     def is_scheduled(self) -> bool:
@@ -203,15 +245,35 @@ class TracerNamer:
 
     def part_of_group(self, group: str, *, part: str, phase: str) -> None:
         """What collectives of a group are in a phase, where nobody named them."""
-        self._tracer.parts_of_groups[(group, _PHASES.get(phase, _OTHER))] = Names(part=part, adapter=self._adapter)
+        if self._is_text("part_of_group", group, part):
+            self._tracer.parts_of_groups[(group, self._phase(phase))] = Names(part=part, adapter=self._adapter)
 
     def purposes(self, purposes: Mapping[str, str]) -> None:
         """What process groups are for, by their description or name."""
-        self._naming.purposes.update(purposes)
+        for group, purpose in purposes.items():
+            if self._is_text("purposes", group, purpose):
+                self._naming.purposes[group] = checked_text(purpose)
+
+    def _is_text(self, what: str, *values: Any) -> bool:
+        """Whether these are texts; else the fidelity is lowered."""
+        try:
+            for value in values:
+                checked_text(value)
+        except (TypeError, ValueError) as error:
+            self.lower(f"{what}: {error}")
+            return False
+        return True
 
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Where this rank is in the job."""
-        self._naming.coordinates.update(coordinates)
+        axis: Any  # of a plugin that nobody checks
+        for axis, at in coordinates.items():
+            try:
+                if not isinstance(axis, str) or not axis.isprintable() or not axis or set(axis) & set(",= "):
+                    raise ValueError(f"{axis!r:.60} is no name of an axis")
+                self._naming.coordinates[axis] = checked_index(at)
+            except (TypeError, ValueError) as error:
+                self.lower(f"coordinates: {error}")
 
     def option(self, name: str) -> str | None:
         """What the user asked of adapters."""
@@ -221,8 +283,11 @@ class TracerNamer:
     def lower(self, reason: str) -> None:
         """Declare that names are not complete."""
         reasons = self._naming.lowered.setdefault(self._adapter, [])
-        if reason not in reasons:
-            reasons.append(reason)
+        said = " ".join(str(reason).replace(";", ",").split())  # reasons are joined by semicolons, on one line
+        if len(said) > _MOST_REASON:
+            said = said[: _MOST_REASON - 3] + "..."
+        if said not in reasons and len(reasons) <= _MOST_REASONS:
+            reasons.append(said if len(reasons) < _MOST_REASONS else "and more")
 
 
 _loaded: Mapping[str, FrameworkAdapter] | None = None  # by the fork server, for all ranks

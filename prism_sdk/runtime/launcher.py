@@ -11,7 +11,6 @@ import json
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import prismtrace
-from prism_sdk.errors import OutputError, PortInUseError, PrismError, ScriptNotFoundError, UnsupportedError
+from prism_sdk.errors import OutputError, PrismError, ScriptNotFoundError, UnsupportedError
 from prism_sdk.nccl.library import profiler_environment
 from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
@@ -32,6 +31,7 @@ from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.oncuda.paging.setup import plan_paging
 from prism_sdk.runtime.progress import Progress, Report, Snapshot
 from prism_sdk.runtime.ranks import EmulateSpec, RankSpec
+from prism_sdk.runtime.rendezvous import check_port, master_of, waiting_for
 from prism_sdk.runtime.shards import merge_shards, parts_directory
 from prism_sdk.runtime.stepboard import StepBoard
 from prism_sdk.wording import counted
@@ -136,9 +136,11 @@ def run_job(
         ranks = range(first, first + config.nproc_per_node)
     if config.mode is LaunchMode.RECORD and config.num_nodes > 1:
         raise UnsupportedError("record runs all ranks on this machine", hint="give the whole size as --nproc-per-node")
-    master = _master(config)
+    master = master_of(config)
     if config.mode is LaunchMode.OBSERVE:
         check_port(config, *master)
+    if config.num_nodes > 1:
+        report(waiting_for(config, *master))
     arena_fd = create_arena(world_size) if config.mode is LaunchMode.RECORD else -1
     board_fd = -1
     if isinstance(policy, AllAtOnce):
@@ -322,33 +324,6 @@ def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...]
     if config.mode is LaunchMode.EMULATE:
         return sandbox_cpus(position, num_sandbox=num_here, world_size=config.world_size)
     return cpu_share(position, num_here)
-
-
-def _master(config: LaunchConfig) -> tuple[str, int]:
-    """Address and port of the rendezvous, as torchrun takes them from its flags; a free port when none is given."""
-    endpoint = (config.rdzv_endpoint or "").rpartition(":")
-    address = config.master_addr or endpoint[0] or "127.0.0.1"
-    port = config.master_port or (int(endpoint[2]) if endpoint[2].isdigit() else None)
-    if port is None and config.num_nodes > 1:
-        port = 29500
-    return address, free_port() if port is None else port
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-def check_port(config: LaunchConfig, address: str, port: int) -> None:
-    """Raise PortInUseError when the rendezvous port is taken on this machine."""
-    if config.node_rank == 0 and address in ("127.0.0.1", "localhost"):
-        with socket.socket() as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                sock.bind((address, port))
-            except OSError:
-                raise PortInUseError(address, port=port) from None
 
 
 def _environment(config: LaunchConfig) -> dict[str, str]:

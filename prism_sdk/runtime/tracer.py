@@ -256,9 +256,13 @@ class Tracer:
                 self._other_since = self._flushed + len(self._rows)  # never less than it was
         self.names = names
 
-    def note(self, column: str, value: Any) -> None:
+    def note(self, column: str, value: Any, failed: Callable[[str], None]) -> None:
         """Put a list of integers, or a callable that gives one later, into a named column of the next unit."""
-        self._notes.add(self.num_units, column, value)
+        self._notes.add(self.num_units, column, value, failed)
+
+    def settle_notes(self) -> None:
+        """Ask all callables among the notes now; `failed` of each that cannot be written is told."""
+        self._notes.settle()
 
     def _take_queued(self, row: list[Any]) -> None:
         assert self.queued

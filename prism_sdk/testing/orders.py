@@ -118,14 +118,21 @@ def check_golden(path: Path, order: list[NamedUnit], *, update: bool = False) ->
     """Compare an order with a golden file, one unit a line; with ``update``, or where there is no file, write it.
 
     Raises:
-        AssertionError: they differ; the message shows the first difference and how to accept the new order.
+        AssertionError: they differ; the message shows the first difference and how to accept the new order. Or no
+            unit has a name, which is no order to keep.
     """
-    lines = [str(one) for one in order]
+    assert order, f"{path}: no unit has a name: were hooks of the adapter called in this step, and in this rank?"
+    lines = [_printable(str(one)) for one in order]
     if update or not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines))
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         return
-    golden = path.read_text().splitlines()
+    golden = path.read_text(encoding="utf-8").splitlines()
     for at, (old, new) in enumerate(zip(golden, lines, strict=False)):
         assert old == new, f"{path}:{at + 1}: {old!r} before, now {new!r}; delete the file to accept the new order"
     assert len(golden) == len(lines), f"{path} has {len(golden)} units, now there are {len(lines)}"
+
+
+def _printable(text: str) -> str:
+    """The same in one line, whatever a label holds."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -174,10 +174,10 @@ def test_a_launch_asks_plugins_only_for_what_it_needs(launcher: Launcher, capsys
     assert "uninstall" not in text
     assert launcher.config is None
     code = (
-        "import sys\nfrom prism_sdk.cli import launching\nfrom prism_sdk.runtime.config import *\n"
+        "import sys\nfrom prism_sdk.cli import choosing\nfrom prism_sdk.runtime.config import *\n"
         "from prism_sdk.settings import Settings\n"
         "config = LaunchConfig(mode=LaunchMode.RECORD, target='x', output='y')\n"
-        "launching._checked_plugins(config, Settings.from_environ())\n"
+        "choosing.checked_plugins(config, Settings.from_environ())\n"
         "print([name for name in sys.modules if 'import' in name and name.startswith('prismtrace_')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -275,6 +275,14 @@ BAD = {
         ["record", "-O", "nonsense=1", "train.py"],
         2,
         "no -O option 'nonsense'\n  prism record has none",
+    ),
+    "value of a strategy": (["calibrate", "--graph", "bare.prism", "-O", "passes=0", "train.py"], 2, "at least 1"),
+    "value of warm-up": (["calibrate", "--graph", "bare.prism", "-O", "warmup_steps=-1", "train.py"], 2, "at least 0"),
+    "value of a backend": (["emulate", "--graph", "calibrated.prism", "-O", "occupy=x", "train.py"], 2, "whole number"),
+    "value of another": (
+        ["emulate", "--graph", "calibrated.prism", "--backend", "gloo", "-O", "lead_us=-1", "train.py"],
+        2,
+        "at least 0",
     ),
     "unknown option of a strategy": (
         ["calibrate", "--graph", "bare.prism", "-O", "pases=1", "train.py"],

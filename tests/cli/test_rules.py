@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import signal
 import subprocess
@@ -187,6 +188,28 @@ def test_ctrl_c_ends_with_one_line_whenever_it_is_pressed(trace: Path, when: str
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == expected != -signal.SIGINT
     assert done.stderr.strip() == ("prism: interrupted" if expected else "")
+
+
+@pytest.mark.parametrize("packer", ["gzip", "bz2", "lzma", "zstandard"])
+def test_a_packed_trace_is_called_by_its_name(
+    trace: Path, packer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed = tmp_path / "packed.prism"
+    packed.write_bytes(importlib.import_module(packer).compress(trace.read_bytes()))
+    for words in (["info"], ["recover", "-o", str(tmp_path / "out.prism")]):
+        assert run([words[0], str(packed), *words[1:]]) == 3
+        assert ": unpack it first (" in capsys.readouterr().err
+    assert run(["convert", str(packed), "-o", str(tmp_path / "out.prism")]) in (2, 3)
+    assert "unpack it first" in capsys.readouterr().err
+
+
+def test_little_is_imported_before_somebody_listens_for_ctrl_c() -> None:
+    program = "import sys\nbefore = set(sys.modules)\nimport prism_sdk.cli.entry\nprint(*set(sys.modules) - before)"
+    words = [sys.executable, "-S", "-c", program]  # site may have imported more already
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env={"PYTHONPATH": root})
+    assert "prism_sdk.cli.entry" in done.stdout.split()
+    assert "typing" not in done.stdout.split()
 
 
 @pytest.mark.parametrize("name", ["", ".", "-"])

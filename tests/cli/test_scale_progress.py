@@ -37,3 +37,11 @@ def test_progress_is_a_line_on_stderr(
     Path("part.prism").unlink(missing_ok=True)
     assert run([words[0], trace.name, *words[1:], "--quiet"]) == 0
     assert capsys.readouterr().err == ""
+
+
+def test_a_sweep_says_how_far_each_variant_is(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["sweep", str(trace), "--variant", "--slow rank=0:2", "--json"]) == 0
+    seen = capsys.readouterr()
+    for number in (1, 2):
+        assert f"prism: variant {number} of 2: reading {trace}: 1 of " in seen.err
+    assert len(json.loads(seen.out)) == 2

@@ -117,9 +117,10 @@ def test_two_nodes_write_a_trace_each_and_merge_joins_them(bench: Any) -> None:
         )
         for node in "01"
     ]  # fmt: skip
-    for process in nodes:
+    for process, waits in zip(nodes, (f"wait at port {port} for 1 other machine", f"127.0.0.1:{port}"), strict=True):
         ended = bench.finish(process)
         assert ended.code == 0, ended.err
+        assert waits in ended.err
     joined = bench.folder / "job.prism"
     assert run(["merge", *(str(bench.folder / f"node{node}.prism") for node in "01"), "-o", str(joined)]) == 0
     with TraceReader(joined) as reader:

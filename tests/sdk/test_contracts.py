@@ -11,8 +11,16 @@ from pathlib import Path
 import pytest
 
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, ReplayBackend, ReplayContext, ReplaySession, UnitNamer
+from prism_sdk.adapting import Around, PatchingAdapter
 from prism_sdk.errors import UsageError
-from prism_sdk.testing import FrameworkAdapterContract, NullNamer, ReplayBackendContract, ScriptedCalibration
+from prism_sdk.testing import (
+    FrameworkAdapterContract,
+    NamedUnit,
+    NullNamer,
+    ReplayBackendContract,
+    ScriptedCalibration,
+    check_golden,
+)
 
 pytest_plugins = ["prism_sdk.testing.fixtures"]
 
@@ -89,6 +97,42 @@ def test_an_adapter_that_does_not_restore_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(textwrap.TextWrapper, "wrap", textwrap.TextWrapper.wrap)
     with pytest.raises(AssertionError):
         Contract().test_it_restores_what_it_wraps()
+
+
+def test_a_framework_that_no_distribution_brought_has_a_contract_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the tutorial: one file beside the script. Its own `__version__` counts where it has one."""
+    (tmp_path / "lonely_frame.py").write_text("__version__ = '2.0'\nclass Loop:\n    def step(self):\n        pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    class Lonely(PatchingAdapter):
+        name, description, distribution = "lonely", "steps", "lonely_frame"
+
+        def hooks(self) -> list[AdapterHook]:
+            old = AdapterHook("lonely_frame", "Loop.gone", max_version="1.9")
+            return [AdapterHook("lonely_frame", "Loop.step"), old]
+
+        def around(self, namer: UnitNamer) -> list[Around]:
+            return [Around(hook, before=lambda *_: namer.enter(part="forward")) for hook in self.hooks()]
+
+    class Contract(FrameworkAdapterContract):
+        def make_adapter(self) -> FrameworkAdapter:
+            return Lonely()
+
+    Contract().test_its_hooks_exist()
+    Contract().test_it_restores_what_it_wraps()
+
+
+def test_a_golden_order_is_one_line_a_unit_and_never_empty(tmp_path: Path) -> None:
+    order = [NamedUnit("forward", label="mikrobätch\n7\x85", microbatch=0), NamedUnit("other", layer="a\u2028b")]
+    for _ in range(2):  # the first writes it
+        check_golden(tmp_path / "golden" / "rank0.txt", order)
+    with pytest.raises(AssertionError, match="delete the file"):
+        check_golden(tmp_path / "golden" / "rank0.txt", order[::-1])
+    with pytest.raises(AssertionError, match="no unit has a name"):
+        check_golden(tmp_path / "golden" / "rank1.txt", [])
+    assert not (tmp_path / "golden" / "rank1.txt").exists()
 
 
 def test_a_backend_that_returns_early_is_found(tmp_path: Path) -> None:

@@ -92,6 +92,18 @@ def test_merge_is_atomic_and_does_not_overwrite(tmp_path: Path, sample: Path) ->
         merge([sample], tmp_path / "no" / "out")
 
 
+@pytest.mark.parametrize("more", [b"x", b"garbage" * 5, b"\0" * 4096])
+def test_what_stands_behind_the_end_is_all_that_is_lost(tmp_path: Path, sample: Path, more: bytes) -> None:
+    size, twin = sample.stat().st_size, prismtrace.to_json(sample)
+    sample.write_bytes(sample.read_bytes() + more)
+    report = recover(sample, tmp_path / "out")
+    assert [(part.start, part.end) for part in report.lost] == [(size, size + len(more))]
+    assert report.was_finished and report.lost_bytes == len(more)
+    saved = prismtrace.to_json(tmp_path / "out")
+    assert saved["metadata"].pop("recover.lost_bytes") == str(len(more))
+    assert {key: saved[key] for key in ("metadata", "groups")} == {key: twin[key] for key in ("metadata", "groups")}
+
+
 def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:
     paths = []
     for rank in range(300):

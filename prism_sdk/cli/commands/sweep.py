@@ -82,5 +82,7 @@ def _reports(
     tell = Ticker(f"simulating {file}", of="variants")
     for number, (_, scenario) in enumerate(named):
         tell(number, len(named))
-        reports.append(report_of(file, scenario, steps, reports[0]["step_time_ns"] if reports else None))
+        reading = Ticker(f"variant {number + 1} of {len(named)}: reading {file}", of="ranks")
+        base_ns = reports[0]["step_time_ns"] if reports else None
+        reports.append(report_of(file, scenario, steps, base_ns, progress=reading))
     return reports

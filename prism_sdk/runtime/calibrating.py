@@ -9,7 +9,10 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import PrismError, UnreadableError, UsageError
@@ -19,7 +22,10 @@ from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.emulating import run_sandbox
 from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_slices
 from prism_sdk.runtime.gpus import num_gpus, uses_gpus
+from prism_sdk.runtime.host import RankHost
+from prism_sdk.runtime.interrupts import ending_by_exception
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
+from prism_sdk.runtime.processes import KeptForkServer
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
 from prism_sdk.wording import counted
@@ -27,7 +33,7 @@ from prismtrace import TraceReader
 
 
 class SliceContext(CalibrationContext):
-    """Runs slices of the job that `config` describes."""
+    """Runs slices of the job that `config` describes; torch is loaded once for all. A context manager."""
 
     def __init__(
         self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
@@ -40,6 +46,16 @@ class SliceContext(CalibrationContext):
         self._work_dir = work_dir
         self._world_size = world_size
         self._progress = progress
+        self._forkserver = KeptForkServer()
+        self._make_host = partial(RankHost, start_server=self._forkserver.start)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._forkserver.close()
 
     @property
     def graph_path(self) -> Path:
@@ -78,11 +94,11 @@ class SliceContext(CalibrationContext):
         with self._progress.muted():
             if self._num_devices and len(ranks) == self._world_size:  # nobody is virtual
                 whole = replace(config, mode=LaunchMode.OBSERVE, graph=self._graph, payloads=PayloadMode.NONE)
-                run_job(whole, AllAtOnce(), self._progress)
+                self._run_all(whole)
                 return output
             run_sandbox(
                 config, self._graph, tuple(sorted(ranks)), self._progress, times=graph_path,
-                on_devices=self._num_devices > 0,
+                on_devices=self._num_devices > 0, make_host=self._make_host,
             )  # fmt: skip
         return output
 
@@ -111,8 +127,13 @@ class SliceContext(CalibrationContext):
             local_ranks_filter=(), payloads=PayloadMode.NONE,
         )  # fmt: skip
         with self._progress.muted():
-            run_job(config, AllAtOnce(), self._progress)
+            self._run_all(config)
         return output
+
+    def _run_all(self, config: LaunchConfig) -> None:
+        policy = AllAtOnce()
+        policy.make_host = self._make_host
+        run_job(config, policy, self._progress)
 
     def report(self, message: str) -> None:
         self._progress.say(message)
@@ -121,6 +142,7 @@ class SliceContext(CalibrationContext):
         self._progress.stage(done, total, doing)
 
 
+@ending_by_exception()
 def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     """Run the chosen strategy on the graph of `config`."""
     check_target(config)
@@ -139,9 +161,10 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     if config.engine is None:
         work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
         try:
-            result = strategy.calibrate(SliceContext(
+            with SliceContext(
                 config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
-            ))  # fmt: skip
+            ) as context:
+                result = strategy.calibrate(context)
         except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
             lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
             error.hint = "\n".join(lines).strip() or None
@@ -150,8 +173,10 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
             shutil.rmtree(work_dir, ignore_errors=True)
     else:
         work_dir = kept_slices(config)
-        with RayEngine(config.address, num_slots=config.num_slots) as engine:
-            context = SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine)
+        with (
+            RayEngine(config.address, num_slots=config.num_slots) as engine,
+            SliceContext(config, config.graph.absolute(), work_dir, world_size, progress, engine) as context,
+        ):
             result = strategy.calibrate(context)
         shutil.rmtree(work_dir, ignore_errors=True)  # not after a failure: what is finished counts next time
     progress.say(_sentence(result))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from prism_sdk.graph.timing import Timing
 from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
+from prism_sdk.runtime.host import RankHost
 from prism_sdk.runtime.keyvalue import KeyValues
 from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.manifest import Script, is_by_roles, is_grown, read_scripts
@@ -100,7 +101,7 @@ def emulate(config: LaunchConfig, progress: Progress) -> LaunchResult:
 
 def run_sandbox(
     config: LaunchConfig, graph_path: Path, sandbox: Sequence[int], progress: Progress, *, times: Path | None = None,
-    on_devices: bool = False,
+    on_devices: bool = False, make_host: Callable[..., RankHost] = RankHost,
 ) -> LaunchResult:  # fmt: skip
     """Run `sandbox` for real against the graph, with the times of another trace of the job where `times` is given.
 
@@ -121,6 +122,7 @@ def run_sandbox(
             context = _AssistContext(facts, work, spare, progress.say)
             with _assistants(facts, scripts, work, context, cpus=spare), _assist(backend, context) as assistance:
                 policy = SandboxPolicy(context.watched, end_step=end_step)
+                policy.make_host = make_host
                 result = run_job(
                     replace(config, mode=LaunchMode.EMULATE), policy, progress, ranks=sandbox,
                     emulate=replace(facts, assistance=assistance),

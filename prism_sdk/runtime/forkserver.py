@@ -6,12 +6,15 @@ rank agent.py's.
 A forked rank shares the pages of the imported libraries: 11 MiB of private memory in place of 214, and no import time.
 It ends when the launcher's end of the socket closes, and takes along whatever the ranks had started, unless it is told
 that the program has ended well.
+
+Where launches follow each other, the process that has loaded torch stays, and forks the server of each launch.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -43,24 +46,91 @@ def adopt_orphans() -> None:
 
 
 def main(argv: list[str]) -> int:
-    channel = Channel(socket.socket(fileno=int(argv[0])))
-    descendants = Descendants()
+    """Serve the launch at the socket argv[0]; with argv[1] not 0 all launches that are sent there, one after another.
+
+    Descriptors of those have numbers below argv[1] in the launcher, and here.
+    """
+    sock, num_places = socket.socket(fileno=int(argv[0])), int(argv[1])
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides what Ctrl-C means
+    places = []
+    while (place := os.dup(sock.fileno())) < num_places:  # what imports open stays above
+        places.append(place)
+    os.close(place)
+    failure = ""
+    try:
+        if argv[2]:
+            from prism_sdk.runtime.oncuda.paging import library
+
+            library.preload(argv[2])
+        preload.prepare(argv[3:])
+    except Exception as error:  # reported as a message, because the launcher must name it
+        failure = f"{type(error).__name__}: {error}"
+    for place in places:
+        os.close(place)
+    if num_places:
+        launch = _next_launch(sock)
+        if launch is not None:
+            if not failure:
+                preload.reseed()
+            os._exit(_serve_launch(launch, failure))
+    elif _serve_launch(sock, failure):
+        return 1
+    preload.undo()
+    return 0
+
+
+def _next_launch(desk: socket.socket) -> socket.socket | None:
+    """Fork a process for each launch that is sent. Returns the launch's socket there; None here, after the last one."""
+    while descriptors := _receive(desk):
+        pid = os.fork()
+        if not pid:
+            desk.close()
+            return _place(descriptors)
+        for fd in descriptors.values():
+            os.close(fd)
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            desk.send(str(os.waitstatus_to_exitcode(status)).encode())
+    return None
+
+
+def _receive(desk: socket.socket) -> dict[int, int]:
+    """The descriptors of a launch, the last of them its socket: number there -> number here; none: no launch comes."""
+    found, left = {}, 1
+    while left:
+        try:
+            said, (fd,), _, _ = socket.recv_fds(desk, 32, 1)
+        except (OSError, ValueError):
+            return {}
+        number, left = map(int, said.split())
+        found[number] = fd
+    return found
+
+
+def _place(descriptors: dict[int, int]) -> socket.socket:
+    """Give the descriptors the numbers that they have in the launcher; the last is returned as a socket."""
+    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, max(descriptors) + 1) for number, fd in descriptors.items()}
+    for fd in descriptors.values():
+        os.close(fd)
+    for number, fd in moved.items():
+        os.dup2(fd, number)
+        os.close(fd)
+    return socket.socket(fileno=number)
+
+
+def _serve_launch(sock: socket.socket, failure: str) -> int:
+    """Serve one launch to its end, and clean up after it. Returns the exit status."""
+    channel = Channel(sock)
+    if failure:
+        channel.send(("failed", failure))
+        return 1
+    descendants = Descendants()
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     os.set_blocking(wake_read, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    try:
-        if argv[1]:
-            from prism_sdk.runtime.oncuda.paging import library
-
-            library.preload(argv[1])
-        preload.prepare(argv[2:])
-    except Exception as error:  # reported as a message, because the launcher must name it
-        channel.send(("failed", f"{type(error).__name__}: {error}"))
-        return 1
     adopt_orphans()
     descendants.follow_forks()
     die_with_parent(signal_number=0)  # from here on the closed socket tells, and there is something to clean up
@@ -69,7 +139,6 @@ def main(argv: list[str]) -> int:
         _serve(channel, wake_read, wake_write, descendants)
     except ChannelClosed:
         kill_descendants(descendants)
-    preload.undo()
     if _is_alone(channel, descendants):  # else they may still open what another has left for them
         descendants.remove_shared_memory()
     return 0

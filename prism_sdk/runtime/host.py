@@ -27,7 +27,14 @@ from prism_sdk.runtime.gauges import count_oom_kills
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.peers import Peer
-from prism_sdk.runtime.processes import GRACE_S, allow_descriptors, forkserver_ended, kill_group, start_forkserver
+from prism_sdk.runtime.processes import (
+    GRACE_S,
+    ForkServer,
+    allow_descriptors,
+    forkserver_ended,
+    kill_group,
+    start_forkserver,
+)
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
 
@@ -93,6 +100,7 @@ class RankHost:
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
         interrupts: Interrupts | None = None, library: Path | None = None, adapters: Sequence[str] | None = None,
+        start_server: Callable[..., tuple[ForkServer, wire.Channel]] = start_forkserver,
     ) -> None:  # fmt: skip
         self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
@@ -106,7 +114,7 @@ class RankHost:
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
         prepared = adapters_of(specs) if adapters is None else adapters
-        self._forkserver, self._control = start_forkserver(environment, descriptors, library, prepared)
+        self._forkserver, self._control = start_server(environment, descriptors, library, prepared)
         allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------

@@ -5,8 +5,10 @@ Responsible for the launcher's signal handlers; ending the processes is host.py'
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -56,3 +58,21 @@ class Interrupts:
         self.count += 1
         if self.count >= _PATIENCE:
             raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def ending_by_exception() -> Iterator[None]:
+    """Between launches: SIGTERM and SIGHUP raise `Interrupted`, so that all is closed as after Ctrl-C."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise Interrupted(number)
+
+    previous: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+        previous = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

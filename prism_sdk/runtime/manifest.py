@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from prism_sdk.graph.plan import Stream
-from prism_sdk.runtime.calls import COMBINED
+from prism_sdk.pruning import COMBINED
 from prism_sdk.runtime.prefetch import Item, PayloadSequence
 from prismtrace import ABSENT, ABSENT32, DType, Op, ReduceOp, TraceReader, UnitKind
 

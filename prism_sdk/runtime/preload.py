@@ -103,6 +103,13 @@ def prepare(adapters: Sequence[str] = ()) -> None:
     _check_no_gpu_is_open()
 
 
+def reseed() -> None:
+    """Draw the seed that torch draws when it is imported; a device's is not drawn there."""
+    import torch
+
+    torch.default_generator.seed()
+
+
 def undo() -> None:
     """Take the wrappers out again, before the interpreter takes itself apart around them."""
     from prism_sdk.runtime.adapters import release_adapters

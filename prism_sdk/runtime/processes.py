@@ -1,4 +1,4 @@
-"""Starts the fork server of a launch and ends what it has started.
+"""Starts the fork server of a launch, or of several launches, and ends what it has started.
 
 Responsible for processes as the operating system sees them; what ranks say to each other is host.py's.
 """
@@ -17,8 +17,10 @@ from pathlib import Path
 
 from prism_sdk.errors import PrismError, RunError
 from prism_sdk.runtime import wire
+from prism_sdk.runtime.forkserver import descendants_of
 
 GRACE_S = 5.0  # between SIGTERM and SIGKILL, as long as no rank ends; each rank that ends renews it
+_SPARE_PLACES = 64  # for descriptors of later launches with higher numbers than the first has
 _FORKSERVER = """
 import sys
 if sys.path[0] == "":
@@ -54,16 +56,98 @@ def start_forkserver(
     It loads `library` first; `adapters` are those that each rank will activate.
     """
     ours, theirs = socket.socketpair()
-    # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
-    process = subprocess.Popen(
-        [sys.executable, "-u", "-c", _FORKSERVER, str(theirs.fileno()), str(library or ""), *adapters],
-        pass_fds=[theirs.fileno(), *descriptors], env=dict(environment), start_new_session=True,
-    )  # fmt: skip
-    theirs.close()
+    process = _start(theirs, environment, descriptors, library, adapters, num_places=0)
     return process, wire.Channel(ours)
 
 
-def forkserver_ended(process: subprocess.Popen[bytes]) -> PrismError:
+def _start(
+    sock: socket.socket, environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None,
+    adapters: Sequence[str], *, num_places: int,
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
+    arguments = [str(sock.fileno()), str(num_places), str(library or ""), *adapters]
+    with sock:
+        return subprocess.Popen(
+            [sys.executable, "-u", "-c", _FORKSERVER, *arguments], pass_fds=[sock.fileno(), *descriptors],
+            env=dict(environment), start_new_session=True,
+        )  # fmt: skip
+
+
+class KeptForkServer:
+    """Loads torch once for launches that follow each other: each gets a fork server that is forked.
+
+    A launch that needs it prepared in another way, or finds it dead, gets a new one.
+    """
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._desk: socket.socket
+        self._prepared: tuple[object, ...] = ()
+        self._num_places = 0
+
+    def start(
+        self, environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
+    ) -> tuple[ForkedServer, wire.Channel]:
+        """As `start_forkserver`."""
+        ours, theirs = socket.socketpair()
+        numbers = [*descriptors, theirs.fileno()]
+        wanted = (dict(environment), library, tuple(adapters), os.getcwd())
+        if self._process is None or self._process.poll() is not None or (
+            self._prepared != wanted or self._num_places <= max(numbers)
+        ):  # fmt: skip
+            self.close()
+            self._prepared, self._num_places = wanted, max(numbers) + _SPARE_PLACES
+            self._desk, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._process = _start(its, environment, (), library, adapters, num_places=self._num_places)
+        with theirs, contextlib.suppress(OSError):  # it is dying: the launch will see that nobody is at `ours`
+            for position, number in enumerate(numbers, 1):
+                socket.send_fds(self._desk, [f"{number} {len(numbers) - position}".encode()], [number])
+        return ForkedServer(self._process, self._desk), wire.Channel(ours)
+
+    def close(self) -> None:
+        """End it."""
+        if self._process is not None:
+            self._desk.close()
+            try:
+                self._process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            self._process = None
+
+
+class ForkedServer:
+    """The fork server of one launch that a kept one has forked; what it has in common with a Popen."""
+
+    def __init__(self, parent: subprocess.Popen[bytes], desk: socket.socket) -> None:
+        self.pid = parent.pid
+        """Of its parent: whoever descends from the one descends from the other."""
+        self.returncode: int | None = None
+        self._parent = parent
+        self._desk = desk
+
+    def wait(self, timeout: float = -1.0) -> int:
+        """How it ended, or where nobody knows how its parent did. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            if not wire.wait_readable(self._desk, timeout):
+                raise subprocess.TimeoutExpired("the fork server", timeout)
+            said = b""
+            with contextlib.suppress(OSError):
+                said = self._desk.recv(16)
+            self.returncode = int(said) if said else self._parent.wait()
+        return self.returncode
+
+    def kill(self) -> None:
+        """Kill it, its parent and whatever they have started."""
+        for pid in (self.pid, *descendants_of(self.pid)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+
+
+ForkServer = subprocess.Popen[bytes] | ForkedServer
+
+
+def forkserver_ended(process: ForkServer) -> PrismError:
     """Its socket closes a little before its end can be seen."""
     how = "but still runs"
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -74,7 +74,7 @@ def test_the_command_line_loads_no_torch(arguments: list[str]) -> None:
 
 
 def test_the_sdk_loads_no_torch() -> None:
-    modules = ["abc", "errors", "hookspecs", "plugins", "settings"]
+    modules = ["abc", "errors", "hookspecs", "plugins", "settings", "runtime.calibrating", "runtime.launcher"]
     code = "\n".join(f"import prism_sdk.{name}" for name in modules)
     assert not modules_loaded_by(code) & (HEAVY | {"click"})
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from prismtrace.chunk import encode_members
 from prismtrace.columns import ColumnsInput, Rows, normalise
 from prismtrace.errors import TraceUsageError
-from prismtrace.model import ROLE_RANK, TableKind
+from prismtrace.model import ABSENT, ABSENT32, ROLE_RANK, ColumnSpec, TableKind
 from prismtrace.roles import MAX_MAPPED, Difference, Template, present, wide
 from prismtrace.tables import Column, DictionaryColumn, ListColumn
 from prismtrace.writer import ROWS_PER_CHUNK, TraceWriter
@@ -103,13 +103,28 @@ class _Change:
         same: dict[bytes, int] = {}
         one_of = np.array([same.setdefault(row.tobytes(), code) for code, row in enumerate(self._values)], np.int64)
         self.codes = np.where(codes >= 0, one_of[codes], -1) if len(one_of) else codes
-        self.column = wide(spec, column)
+        self.column = wide(spec, column).copy()
         stays = (self._values == self._values[:, :1]).all(axis=1) if len(one_of) else np.zeros(0, np.bool_)
         rows_with = np.flatnonzero(self.codes >= 0)
         kept = stays[self.codes[rows_with]] & (self._values[self.codes[rows_with], 0] == self.column[rows_with])
         self.codes[rows_with[kept]] = -1  # all ranks have what the rows say
+        used = self._values[np.unique(self.codes[self.codes >= 0])]
+        if spec.optional and np.isin(used, (ABSENT, ABSENT32)).any():
+            raise TraceUsageError(f"what replaces {name!r} is no value in some rank; such ranks are written alone")
+        self._stand_in(rows)
         # rows that keep a value which others lose count too: a map knows values, not rows
         self.is_place = np.isin(self.column, self.column[self.codes >= 0])
+
+    def _stand_in(self, rows: Rows) -> None:
+        """Give replaced rows without a value that of some rank: where no row has one the role stores no column."""
+        lacks = ~_has_value(self.spec, self.column) & (self.codes >= 0)
+        if lacks.any():
+            has = _has_value(self.spec, self._values)
+            of_code = np.take_along_axis(self._values, has.argmax(axis=1)[:, None], axis=1)[:, 0]
+            self.column[lacks] = of_code[self.codes[lacks]]
+            given = rows.columns[self.spec.name]
+            assert isinstance(given, np.ndarray)
+            rows.columns[self.spec.name] = self.column.astype(given.dtype)
 
     def differences(self, template: Template, start: int, stop: int) -> list[Difference]:
         """For each rank how the rows from `start` on differ; empty where none of them is replaced."""
@@ -128,6 +143,10 @@ class _Change:
         mapped = np.where((codes >= 0)[:, None], self._values[codes], found[:, None]).T
         same = (mapped == found).all(axis=1)
         return [Difference(spec, bool(is_same), None, values) for is_same, values in zip(same, mapped, strict=True)]
+
+
+def _has_value(spec: ColumnSpec, values: NDArray[np.int64]) -> NDArray[np.bool_]:
+    return ~np.isin(values, (spec.default, ABSENT, ABSENT32))
 
 
 def _pieces(num_rows: int, changes: list[_Change]) -> list[tuple[int, int]]:

@@ -9,32 +9,41 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prismtrace import TableKind, TraceReader, TraceUsageError, TraceWriter, add_alike, has_errors, validate
+from prismtrace import ABSENT, TableKind, TraceReader, TraceUsageError, TraceWriter, add_alike, has_errors, validate
+from prismtrace.model import ABSENT32
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_each_rank_gets_its_own_values(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Also where one value is replaced by different ones in different rows, which no single map can say."""
+    """Also where one value is replaced by different ones in different rows, which no single map can say.
+
+    And where the rows have no value, or a default that is not stored.
+    """
+    name, dtype, absent = data.draw(st.sampled_from([
+        ("peer", np.int32, ABSENT32), ("seq", np.int64, ABSENT), ("group_id", np.uint64, 0), ("step", np.int64, 0),
+    ]))  # fmt: skip
+    is_optional = absent != 0
     num_rows, num_ranks = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 5))
     num_codes = data.draw(st.integers(1, 4))
-    rows = st.lists(st.integers(0, 3), min_size=num_rows, max_size=num_rows)
-    peer = np.array(data.draw(rows), np.int32)
+    few = st.sampled_from([absent, 1, 2, 3])
+    column = np.array(data.draw(st.lists(few, min_size=num_rows, max_size=num_rows)), dtype)
     some_codes = st.lists(st.integers(-1, num_codes - 1), min_size=num_rows, max_size=num_rows)
     codes = np.array(data.draw(some_codes), np.int64)
-    values = np.array(data.draw(st.lists(st.lists(st.integers(0, 9), min_size=num_ranks, max_size=num_ranks),
+    values = np.array(data.draw(st.lists(st.lists(st.integers(is_optional, 9), min_size=num_ranks, max_size=num_ranks),
                                          min_size=num_codes, max_size=num_codes)), np.int64)  # fmt: skip
     ranks = list(range(3, 3 + 2 * num_ranks, 2))
     path = tmp_path_factory.mktemp("shared") / "a.prism"
     with TraceWriter(path, world_size=20) as writer:
-        columns = {"kind": [3] * num_rows, "peer": peer, "start_ns": np.arange(num_rows)}
-        add_alike(writer, ranks, columns, role=5, replaced={"peer": (codes, values)})
+        columns = {"kind": [3] * num_rows, name: column, "start_ns": np.arange(num_rows)}
+        add_alike(writer, ranks, columns, role=5, replaced={name: (codes, values)})
         add_alike(writer, ranks, {"step": [0], "loss": [1.5]}, role=5, table=TableKind.STEPS)
     with TraceReader(path) as reader:
         assert reader.ranks == tuple(ranks)
         for place, rank in enumerate(ranks):
             units = reader.units(rank)
-            assert units.peer.tolist() == np.where(codes >= 0, values[codes, place], peer).tolist()
+            expected = np.where(codes >= 0, values[codes, place], column.astype(np.int64))
+            assert getattr(units, name).tolist() == expected.tolist()
             assert units.start_ns.tolist() == list(range(num_rows))
             assert reader.steps(rank).loss.tolist() == [1.5]
 
@@ -57,6 +66,7 @@ def test_a_thousand_ranks_cost_little(tmp_path: Path) -> None:
         ([], {}, "rising order"),
         ([1], {"peer": (np.array([0, 1]), np.array([[4]]))}, "do not fit its 2 rows"),
         ([1], {"peer": (np.array([0, 0]), np.array([[4, 5]]))}, "of shape"),
+        ([1], {"peer": (np.array([0, 0]), np.array([[ABSENT32]]))}, "no value in some rank"),
         ([1], {"label": (np.array([0, 0]), np.array([[4]]))}, "no column of integers"),
         ([1], {"tag": (np.array([0, 0]), np.array([[4]]))}, "no column of integers"),
     ],

@@ -11,7 +11,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from prism_sdk.runtime.processes import (
     forkserver_ended,
     kill_group,
     start_forkserver,
+    wait_or_kill,
 )
 from prism_sdk.runtime.progress import Snapshot
 from prism_sdk.runtime.ranks import RankSpec
@@ -303,11 +303,7 @@ class RankHost:
             with contextlib.suppress(wire.ChannelClosed):
                 self._control.send(("leave",))  # a program that ended well may leave processes behind
         self._control.close()
-        try:
-            self._forkserver.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            self._forkserver.kill()
-            self._forkserver.wait()
+        wait_or_kill(self._forkserver)
         for process in self.ranks.values():
             if process.channel is not None:
                 process.channel.close()

@@ -108,11 +108,7 @@ class KeptForkServer:
         """End it."""
         if self._process is not None:
             self._desk.close()
-            try:
-                self._process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            wait_or_kill(self._process)
             self._process = None
 
 
@@ -145,6 +141,15 @@ class ForkedServer:
 
 
 ForkServer = subprocess.Popen[bytes] | ForkedServer
+
+
+def wait_or_kill(process: ForkServer) -> None:
+    """Wait for the end of a process whose socket was closed, and kill it if it takes too long."""
+    try:
+        process.wait(GRACE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def forkserver_ended(process: ForkServer) -> PrismError:

@@ -4,11 +4,14 @@ numpy only; every result is a frozen dataclass, and the docstring of its module 
 its source. ``docs/analysis.md`` shows how to use it.
 
     job          load_job(): columns of all ranks, steps, arrivals and completions; what all others start from
+    folded       the same of jobs whose ranks are alike: one rank of each class
     spans        exact arithmetic on stretches of time
     breakdown    the parts of a step: they add up to it
     bandwidth    algbw and busbw by group, operation and size
     pipeline     the bubble of each stage beside its formula
-    critical     the critical path across ranks, and slack
+    times        when all units were, measured or calculated
+    critical     the critical path across ranks
+    slack        how much later all else could have been
     stragglers   who makes others wait, and the cause
     balance      how evenly all-to-alls and routers load experts
     layers       what each layer or FSDP unit costs
@@ -22,14 +25,16 @@ its source. ``docs/analysis.md`` shows how to use it.
 from prism_sdk.analysis.balance import ExpertLoad, GroupBalance, expert_loads, moe_balance
 from prism_sdk.analysis.bandwidth import Bandwidth, bandwidths, bus_factor
 from prism_sdk.analysis.breakdown import PARTS, Breakdown, breakdown_of
-from prism_sdk.analysis.critical import CriticalPath, PathSegment, Times, critical_path, slack_ns
+from prism_sdk.analysis.critical import CriticalPath, PathSegment, critical_path
 from prism_sdk.analysis.difference import Contribution, Explanation, explain
 from prism_sdk.analysis.job import Job, StepWindows, load_job
 from prism_sdk.analysis.layers import LayerCost, layer_costs
 from prism_sdk.analysis.memory import RankMemory, memory_of
 from prism_sdk.analysis.overview import Analysis, analyze
 from prism_sdk.analysis.pipeline import Pipeline, StageBubble, pipeline_of
+from prism_sdk.analysis.slack import slack_ns
 from prism_sdk.analysis.stragglers import RankDelay, Stragglers, stragglers_of
+from prism_sdk.analysis.times import Times
 from prism_sdk.analysis.variation import RunVariation, Variation, variation_of
 
 __all__ = [

@@ -12,16 +12,18 @@ all ranks of one step and microbatch routed to it, over all copies that data par
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.folded import Fold
+from prism_sdk.analysis.job import Job
 from prismtrace import ABSENT, ABSENT32, Op, TraceReader
 
-__all__ = ["ExpertLoad", "GroupBalance", "expert_loads", "moe_balance"]
+__all__ = ["ExpertLoad", "GroupBalance", "balance_of_job", "expert_loads", "experts_of_job", "moe_balance"]
 
 _TOKENS = "moe.tokens_per_expert"
 
@@ -55,8 +57,52 @@ def moe_balance(
     for rank in wanted:
         for group_id, seq, load in _loads(source, rank, steps):
             loads.setdefault(group_id, {}).setdefault(seq, {})[rank] = load
-    found = [_of_group(source, group_id, by_seq, wanted) for group_id, by_seq in sorted(loads.items())]
+    present = set(wanted)
+    found = [_of_group(source, group_id, by_seq, present) for group_id, by_seq in sorted(loads.items())]
     return tuple(sorted((item for item in found if item is not None), key=lambda item: -item.imbalance))
+
+
+def balance_of_job(source: TraceReader, job: Job, *, steps: range | None = None) -> tuple[GroupBalance, ...]:
+    """As ``moe_balance``, for the ranks of a job."""
+    fold = job.fold
+    if fold is None:
+        return moe_balance(source, ranks=job.ranks, steps=steps)
+    class_of = {}  # of groups, for the ranks in the graph
+    kept = np.flatnonzero(np.isin(fold.pair_position, fold.first_position))
+    for pair in kept[~fold.is_message[fold.lane_of_pair[kept]]].tolist():
+        lane = fold.lane_of_pair[pair]
+        class_of[fold.ranks[fold.pair_position[pair]], int(fold.group_of_lane[lane])] = int(fold.class_of_lane[lane])
+    loads: dict[tuple[int, int], dict[int, int]] = {}  # by place and class
+    for place, rank in enumerate(job.graph.ranks):
+        for group_id, seq, load in _loads(source, rank, steps):
+            loads.setdefault((place, class_of[rank, group_id]), {})[seq] = load
+    having = {number for _, number in loads}
+    lanes = np.flatnonzero(np.isin(fold.class_of_lane, sorted(having)) & ~fold.is_message)
+    known: dict[bytes, GroupBalance | None] = {}
+    found = []
+    for lane in lanes[np.argsort(fold.group_of_lane[lanes])].tolist():
+        group_id, number = int(fold.group_of_lane[lane]), int(fold.class_of_lane[lane])
+        places = _places(fold, group_id)
+        key = np.append(places[1], number).tobytes()
+        if key not in known:
+            by_seq: dict[int, dict[int, int]] = {}
+            for rank, place in zip(places[0].tolist(), places[1].tolist(), strict=True):
+                for seq, load in loads.get((place, number), {}).items():
+                    by_seq.setdefault(seq, {})[rank] = load
+            known[key] = _of_group(source, group_id, by_seq, set(places[0].tolist()))
+        group, same = source.groups[group_id], known[key]
+        if same is not None:
+            found.append(replace(same, group_id=group_id, group_name=group.description or group.name,
+                                 ranks=tuple(places[0].tolist())))  # fmt: skip
+    return tuple(sorted(found, key=lambda item: -item.imbalance))
+
+
+def _places(fold: Fold, group_id: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The members of a group that are analysed, in group order, and the places of those who stand for them."""
+    ranks, members = np.array(fold.ranks), np.array(fold.groups[group_id].ranks, dtype=np.int64)
+    at = np.searchsorted(ranks, members).clip(0, len(ranks) - 1)
+    inside = ranks[at] == members
+    return members[inside], fold.place[at[inside]]
 
 
 def _loads(reader: TraceReader, rank: int, steps: range | None) -> Iterator[tuple[int, int, int]]:
@@ -72,10 +118,9 @@ def _loads(reader: TraceReader, rank: int, steps: range | None) -> Iterator[tupl
 
 
 def _of_group(
-    reader: TraceReader, group_id: int, by_seq: dict[int, dict[int, int]], wanted: Sequence[int]
+    reader: TraceReader, group_id: int, by_seq: dict[int, dict[int, int]], present: Collection[int]
 ) -> GroupBalance | None:
     group = reader.groups.get(group_id)
-    present = set(wanted)
     members = [rank for rank in (group.ranks if group is not None else ()) if rank in present]
     whole = {seq: [loads[rank] for rank in members] for seq, loads in by_seq.items()
              if len(members) > 1 and set(members) <= set(loads) and any(loads.values())}  # fmt: skip
@@ -115,20 +160,33 @@ def expert_loads(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return expert_loads(reader, ranks=ranks, steps=steps)
+    wanted = sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks))
+    return _expert_loads(source, wanted, [1] * len(wanted), steps)
+
+
+def experts_of_job(source: TraceReader, job: Job, *, steps: range | None = None) -> tuple[ExpertLoad, ...]:
+    """As ``expert_loads``, for the ranks of a job."""
+    return _expert_loads(source, job.graph.ranks, np.bincount(job.place).tolist(), steps)
+
+
+def _expert_loads(
+    source: TraceReader, ranks: Sequence[int], counts: Sequence[int], steps: range | None
+) -> tuple[ExpertLoad, ...]:
+    """`counts`: how many ranks have the routers of each."""
     # layer -> step, microbatch and how many times before in it -> tokens of each expert
     found: dict[str | None, dict[tuple[int, int, int], npt.NDArray[np.int64]]] = {}
-    members: dict[str | None, set[int]] = {}
-    for rank in sorted(set(source.ranks) if ranks is None else set(source.ranks) & set(ranks)):
+    members: dict[str | None, dict[int, int]] = {}
+    for rank, count in zip(ranks, counts, strict=True):
         seen: dict[tuple[str | None, int, int], int] = {}
-        for layer, step, microbatch, counts in _routings(source, rank, steps):
+        for layer, step, microbatch, tokens in _routings(source, rank, steps):
             times = seen[layer, step, microbatch] = seen.get((layer, step, microbatch), -1) + 1
             before = found.setdefault(layer, {}).setdefault((step, microbatch, times), np.zeros(0, dtype=np.int64))
-            total = np.zeros(max(len(before), len(counts)), dtype=np.int64)
+            total = np.zeros(max(len(before), len(tokens)), dtype=np.int64)
             total[: len(before)] += before
-            total[: len(counts)] += counts
+            total[: len(tokens)] += tokens * count
             found[layer][step, microbatch, times] = total
-            members.setdefault(layer, set()).add(rank)
-    loads = [_of_layer(layer, list(routings.values()), len(members[layer])) for layer, routings in found.items()]
+            members.setdefault(layer, {})[rank] = count
+    loads = [_of_layer(layer, list(routings.values()), sum(members[layer].values())) for layer, routings in found.items()]
     return tuple(sorted((load for load in loads if load is not None), key=lambda load: -load.imbalance))
 
 

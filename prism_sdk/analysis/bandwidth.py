@@ -18,10 +18,11 @@ so there nobody waits; here waiting is taken out. Where arrivals are unknown t r
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from prism_sdk.analysis.folded import FIRST_GROUP, Fold
 from prism_sdk.analysis.job import Job
 from prismtrace import ABSENT, DType, Op, UnitKind
 
@@ -86,6 +87,22 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
     np.logical_and.at(arrived, place, arrival != ABSENT)
     keys = np.stack([c[name][first].astype(np.uint64) for name in ("group_id", "op", "dtype")]
                     + [largest.astype(np.uint64), arrived.astype(np.uint64)], axis=1)  # fmt: skip
+    if job.fold is None:
+        found = _entries(job, keys, slowest, first)
+    else:
+        found = _of_groups(job, job.fold, keys, slowest, first)
+    return tuple(sorted(found, key=lambda b: -(b.time_ns or 0) * b.num_operations))
+
+
+def _entries(job: Job, keys: np.ndarray, slowest: np.ndarray, first: np.ndarray) -> list[Bandwidth]:
+    """One entry for equal keys, rising: group, operation, element type, size, and whether arrivals are known.
+
+    Args:
+        job: the loaded trace.
+        keys: (E, 5) of each operation.
+        slowest: (E,) its time, -1 where unknown.
+        first: (E,) its first row.
+    """
     found, names = [], _names(job)
     order = np.lexsort(keys.T[::-1])
     differs = (keys[order][1:] != keys[order][:-1]).any(axis=1)
@@ -93,14 +110,40 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
         key = keys[chosen[0]]
         found.append(_entry(job, [int(value) for value in key], slowest[chosen], sample=int(first[chosen[0]]),
                             name=names.get(int(key[0]), "")))  # fmt: skip
-    return tuple(sorted(found, key=lambda b: -(b.time_ns or 0) * b.num_operations))
+    return found
+
+
+def _of_groups(job: Job, fold: Fold, keys: np.ndarray, slowest: np.ndarray, first: np.ndarray) -> list[Bandwidth]:
+    """As `_entries`, of all groups: those with as many lanes of the same classes, and as many members, have the same.
+
+    `keys` have classes of lanes in place of groups.
+    """
+    found: list[Bandwidth] = []
+    names = _names(job)
+    known: dict[tuple[object, ...], list[Bandwidth]] = {}
+    order = np.argsort(keys[:, 0], kind="stable")
+    for group_id, numbers in fold.classes_of_groups():
+        what = (numbers, fold.groups[group_id].size)
+        if what not in known:
+            mine = []
+            for number, count in numbers:
+                ends = np.searchsorted(keys[order, 0], np.array([FIRST_GROUP + number, FIRST_GROUP + number + 1],
+                                                                dtype=np.uint64))  # fmt: skip
+                mine.append(np.repeat(order[ends[0] : ends[1]], count))
+            chosen = np.concatenate(mine)
+            of_group = keys[chosen]
+            of_group[:, 0] = group_id
+            known[what] = _entries(job, of_group, slowest[chosen], first[chosen])
+        name = names.get(group_id, "")
+        found += [replace(entry, group_id=group_id, group_name=name) for entry in known[what]]
+    return found
 
 
 def _names(job: Job) -> dict[int, str]:
     """What groups are called, by id: by their description, and by their name too where several share it."""
-    alike = Counter(group.description for group in job.graph.groups.values())
+    alike = Counter(group.description for group in job.groups.values())
     return {group_id: " ".join(filter(None, (group.description, group.name if alike[group.description] > 1 else "")))
-            or group.name for group_id, group in job.graph.groups.items()}  # fmt: skip
+            or group.name for group_id, group in job.groups.items()}  # fmt: skip
 
 
 def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int, name: str) -> Bandwidth:
@@ -110,7 +153,7 @@ def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int, name: st
     kind = UnitKind(int(job.graph.columns["kind"][sample]))
     if kind is not UnitKind.COLLECTIVE and op is Op.UNSPECIFIED:
         op = Op.SEND if kind is UnitKind.SEND else Op.RECV
-    group = job.graph.groups.get(group_id)
+    group = job.groups.get(group_id)
     members = 2 if kind is not UnitKind.COLLECTIVE else group.size if group is not None else 0
     known = times[times >= 0]
     middle = float(np.median(known)) if len(known) else None

@@ -108,23 +108,25 @@ def breakdown_of(job: Job, *, max_gap_ns: int = MAX_GAP_NS) -> Breakdown:
     communication = np.zeros(len(windows), dtype=np.int64)
     hidden = np.zeros(len(windows), dtype=np.int64)
     known: dict[bytes, tuple[Int64Array, Int64Array, Int64Array]] = {}  # ranks of one role have equal times
-    bounds = np.searchsorted(windows.position, np.arange(len(job.ranks) + 1))  # windows come by rank
-    for position in range(len(job.ranks)):
-        chosen = np.arange(bounds[position], bounds[position + 1])
-        if len(chosen):
-            key = _digest(job, position, chosen)
-            if key not in known:
-                known[key] = _rank(job, position, chosen, max_gap_ns)
-            parts[chosen], communication[chosen], hidden[chosen] = known[key]
+    found: dict[int, tuple[Int64Array, Int64Array, Int64Array]] = {}
+    for position, place in enumerate(job.place.tolist()):
+        chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
+        if chosen.stop > chosen.start:
+            if place not in found:
+                key = _digest(job, place, chosen)
+                if key not in known:
+                    known[key] = _rank(job, place, chosen, max_gap_ns)
+                found[place] = known[key]
+            parts[chosen], communication[chosen], hidden[chosen] = found[place]
     for array in (parts, communication, hidden):
         array.setflags(write=False)
     return Breakdown(windows=windows, parts_ns=parts, communication_ns=communication,
                      hidden_communication_ns=hidden, max_gap_ns=max_gap_ns)  # fmt: skip
 
 
-def _digest(job: Job, position: int, chosen: Int64Array) -> bytes:
+def _digest(job: Job, place: int, chosen: slice) -> bytes:
     """Of everything that `_rank` looks at."""
-    rows = slice(int(job.graph.offsets[position]), int(job.graph.offsets[position + 1]))
+    rows = slice(int(job.graph.offsets[place]), int(job.graph.offsets[place + 1]))
     awaited = job.graph.awaited_row[rows]
     digest = hashlib.blake2b(digest_size=16)
     for array in (
@@ -136,9 +138,9 @@ def _digest(job: Job, position: int, chosen: Int64Array) -> bytes:
     return digest.digest()
 
 
-def _rank(job: Job, position: int, chosen: Int64Array, max_gap_ns: int) -> tuple[Int64Array, Int64Array, Int64Array]:
+def _rank(job: Job, place: int, chosen: slice, max_gap_ns: int) -> tuple[Int64Array, Int64Array, Int64Array]:
     begin, stop = job.windows.start_ns[chosen], job.windows.end_ns[chosen]
-    rows = np.arange(job.graph.offsets[position], job.graph.offsets[position + 1])
+    rows = np.arange(job.graph.offsets[place], job.graph.offsets[place + 1])
     c = {name: job.graph.columns[name][rows] for name in ("kind", "start_ns", "end_ns", "gap_ns")}
     kind, start, end = c["kind"], c["start_ns"], c["end_ns"]
     completion, arrival = job.completion_ns[rows], job.arrival_ns[rows]
@@ -179,9 +181,9 @@ def _rank(job: Job, position: int, chosen: Int64Array, max_gap_ns: int) -> tuple
     length = np.diff(bounds)
     window = np.searchsorted(begin, bounds[:-1], side="right") - 1
     inside = (window >= 0) & (bounds[:-1] < stop[np.maximum(window, 0)])
-    parts = np.zeros((len(chosen), len(PARTS)), dtype=np.int64)
+    parts = np.zeros((len(begin), len(PARTS)), dtype=np.int64)
     np.add.at(parts, (window[inside], state[inside]), length[inside])
-    communication, hidden = (np.zeros(len(chosen), dtype=np.int64) for _ in range(2))
+    communication, hidden = (np.zeros(len(begin), dtype=np.int64) for _ in range(2))
     for array, mask in ((communication, covered["flight"]), (hidden, covered["flight"] & covered["compute"])):
         np.add.at(array, window[inside & mask], length[inside & mask])
     return parts, communication, hidden

@@ -1,4 +1,4 @@
-"""Loads what every analysis starts from: the columns of all ranks, the steps, and when each communication began.
+"""Loads what every analysis starts from: the columns of the ranks, the steps, and when each communication began.
 
 It calculates no figure, and matches and reads nothing itself: ``prism_sdk.graph`` does.
 """
@@ -6,7 +6,7 @@ It calculates no figure, and matches and reads nothing itself: ``prism_sdk.graph
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.analysis.folded import Fold, load_folded
 from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphError, JobGraph, measure
 from prism_sdk.graph.job import COLUMN_TYPES, read_columns
 from prism_sdk.wording import counted
-from prismtrace import ABSENT, ABSENT32, GraphKind, TraceReader, UnitKind
+from prismtrace import ABSENT, ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
 __all__ = ["Job", "StepWindows", "blocking_rows", "load_job"]
 
@@ -55,7 +56,10 @@ class StepWindows:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One trace, loaded. Rows are those of ``graph``."""
+    """One trace, loaded. Rows are those of ``graph``.
+
+    A *folded* job has one rank of each class in its graph, and the others by ``fold``; windows are of all ranks always.
+    """
 
     path: str
     graph: JobGraph
@@ -67,11 +71,42 @@ class Job:
     #: (N,) the last arrival of all members, ABSENT where unknown. A send's is its post.
     arrival_ns: Int64Array = field(repr=False)
     notes: tuple[str, ...]
+    #: Whom the ranks of the graph stand for; None: it has all.
+    fold: Fold | None = field(default=None, repr=False)
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that were loaded."""
-        return self.graph.ranks
+        return self.graph.ranks if self.fold is None else self.fold.ranks
+
+    @cached_property
+    def place(self) -> Int64Array:
+        """(R,) for each rank the position in the graph of the rank whose rows it has: its own, or one like it."""
+        return np.arange(len(self.graph.ranks)) if self.fold is None else self.fold.place
+
+    @cached_property
+    def window_bounds(self) -> Int64Array:
+        """(R + 1,) the windows of rank p are ``window_bounds[p]:window_bounds[p + 1]``."""
+        return np.searchsorted(self.windows.position, np.arange(len(self.ranks) + 1))
+
+    @property
+    def num_units(self) -> int:
+        """How many rows all ranks have."""
+        return len(self.graph) if self.fold is None else int(self.fold.offsets[-1])
+
+    @property
+    def num_events(self) -> int:
+        """How many collectives and messages all ranks have."""
+        graph, fold = self.graph, self.fold
+        if fold is None or not graph.num_events:
+            return graph.num_events
+        lanes = fold.lane_of_pair[fold.pair_of_row[graph.event_rows[graph.event_offsets[:-1]]]]
+        return int(fold.num_lanes[fold.class_of_lane[lanes]].sum())
+
+    @property
+    def groups(self) -> Mapping[int, ProcessGroup]:
+        """The groups of the trace."""
+        return self.graph.groups if self.fold is None else self.fold.groups
 
     @cached_property
     def is_timed(self) -> npt.NDArray[np.bool_]:
@@ -106,6 +141,7 @@ def load_job(
     ranks: Sequence[int] | None = None,
     steps: range | None = None,
     max_rows: int = MAX_ROWS,
+    folded: bool = False,
 ) -> Job:
     """Read a trace for analysis.
 
@@ -114,6 +150,7 @@ def load_job(
         ranks: only these.
         steps: only these; without it all steps, or the last ones that make up ``max_rows`` rows.
         max_rows: see ``steps``; at least one step is read whatever its size.
+        folded: of ranks that are alike read one, where the trace stores them by roles and they fit together.
 
     Raises:
         UsageError: the trace has no times, no such ranks or no such steps.
@@ -121,7 +158,7 @@ def load_job(
     """
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
-            return load_job(reader, ranks=ranks, steps=steps, max_rows=max_rows)
+            return load_job(reader, ranks=ranks, steps=steps, max_rows=max_rows, folded=folded)
     reader, notes, present = source, [], set(source.ranks)
     chosen = [rank for rank in (reader.ranks if ranks is None else sorted(set(ranks))) if rank in present]
     if ranks is not None and len(chosen) < len(set(ranks)):
@@ -138,7 +175,12 @@ def load_job(
         steps = _fitting_steps(reader, with_units, max_rows)
         if steps is not None:
             notes.append(f"the trace is large: steps {steps.start} to {steps.stop - 1} are analysed")
-    graph, problem = _graph(reader, with_units, steps)
+    found = load_folded(reader, ranks=with_units, steps=steps) if folded else None
+    fold: Fold | None = None
+    if found is not None:
+        (graph, fold), problem = found, ""
+    else:
+        graph, problem = _graph(reader, with_units, steps)
     if not len(graph):
         raise UsageError(f"{reader.path} has no units in steps {steps.start}:{steps.stop}" if steps is not None
                          else f"{reader.path} has no units of these ranks")  # fmt: skip
@@ -153,13 +195,14 @@ def load_job(
                      "those of the whole job")  # fmt: skip
     completion = _completions(graph)
     arrival = _arrivals(graph, completion)
-    num_unknown = int(((completion != ABSENT) & (arrival == ABSENT)).sum())
+    unknown = (completion != ABSENT) & (arrival == ABSENT)
+    num_unknown = int(unknown.sum() if fold is None else (unknown * np.repeat(fold.counts, np.diff(graph.offsets))).sum())
     if num_unknown:
         notes.append(f"{num_unknown} communications do not tell when all members had arrived: waiting for them counts "
                      "as exposed communication")  # fmt: skip
     return Job(
-        path=reader.path, graph=graph, is_matched=not problem, windows=_windows(reader, graph, steps),
-        completion_ns=completion, arrival_ns=arrival, notes=tuple(notes),
+        path=reader.path, graph=graph, is_matched=not problem, windows=_windows(reader, graph, steps, fold),
+        completion_ns=completion, arrival_ns=arrival, notes=tuple(notes), fold=fold,
     )  # fmt: skip
 
 
@@ -261,7 +304,7 @@ def _meet(graph: JobGraph, completion: Int64Array, arrival: Int64Array) -> None:
     arrival[rows] = latest[batch.reshape(-1)]
 
 
-def _windows(reader: TraceReader, graph: JobGraph, steps: range | None) -> StepWindows:
+def _windows(reader: TraceReader, graph: JobGraph, steps: range | None, fold: Fold | None) -> StepWindows:
     parts: list[npt.NDArray[Any]] = []
     c = graph.columns
     for position, rank in enumerate(graph.ranks):
@@ -287,7 +330,12 @@ def _windows(reader: TraceReader, graph: JobGraph, steps: range | None) -> StepW
         mine[:-1, 4] = np.minimum(mine[:-1, 4], mine[1:, 3])
         mine[:, 4] = np.maximum(mine[:, 4], mine[:, 3])
         parts.append(mine)
+    if fold is not None:
+        parts = [parts[place] for place in fold.place.tolist()]
     table_of = np.concatenate(parts)
+    if fold is not None:
+        table_of[:, 0] = np.repeat(np.arange(len(parts)), [len(mine) for mine in parts])
+        table_of[:, 1] = np.array(fold.ranks)[table_of[:, 0]]
     return StepWindows(**{name: table_of[:, i] for i, name in enumerate(("position", "rank", "step", "start_ns",
                                                                           "end_ns"))})  # fmt: skip
 

@@ -59,17 +59,13 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
     numbers = np.unique(windows.step)
     steps = range(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) and numbers[0] != ABSENT32 else None
     found: dict[str | None, list[npt.NDArray[np.float64]]] = {}
-    for position, rank in enumerate(job.ranks):
-        steady = np.unique(windows.step[windows.is_steady & (windows.position == position)])
-        if not len(steady):
-            continue
-        table = source.units(rank, steps=steps, columns=[_COLUMN])
-        layers = dict(table.columns()).get(_COLUMN)
-        if not isinstance(layers, DictionaryColumn):
-            continue
-        rows = table.row_index - int(job.graph.first_index[position]) + int(job.graph.offsets[position])
-        inside = (rows >= job.graph.offsets[position]) & (rows < job.graph.offsets[position + 1])
-        for layer, cost in _of_rank(job, rows[inside], layers.take(inside), steady).items():
+    known: dict[int, dict[str | None, npt.NDArray[np.float64]]] = {}
+    for position, place in enumerate(job.place.tolist()):
+        if place not in known:
+            chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
+            steady = np.unique(windows.step[chosen][windows.is_steady[chosen]])
+            known[place] = _of_place(source, job, place, steps, steady) if len(steady) else {}
+        for layer, cost in known[place].items():
             found.setdefault(layer, []).append(cost)
     if not found.keys() - {None}:
         return ()
@@ -78,6 +74,20 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
         figures = dict(zip(_FIGURES, np.mean(each, axis=0).tolist(), strict=True))
         costs.append(LayerCost(layer=layer, num_ranks=len(each), **figures))
     return tuple(sorted(costs, key=lambda cost: -cost.time_ns))
+
+
+def _of_place(
+    source: TraceReader, job: Job, place: int, steps: range | None, steady: Int64Array
+) -> dict[str | None, npt.NDArray[np.float64]]:
+    """The figures of each layer of one rank of the graph; {} where its units have no such column."""
+    graph = job.graph
+    table = source.units(graph.ranks[place], steps=steps, columns=[_COLUMN])
+    layers = dict(table.columns()).get(_COLUMN)
+    if not isinstance(layers, DictionaryColumn):
+        return {}
+    rows = table.row_index - int(graph.first_index[place]) + int(graph.offsets[place])
+    inside = (rows >= graph.offsets[place]) & (rows < graph.offsets[place + 1])
+    return _of_rank(job, rows[inside], layers.take(inside), steady)
 
 
 def _of_rank(

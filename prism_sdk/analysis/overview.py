@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from prism_sdk.analysis.balance import ExpertLoad, GroupBalance, expert_loads, moe_balance
+from prism_sdk.analysis.balance import ExpertLoad, GroupBalance, balance_of_job, experts_of_job
 from prism_sdk.analysis.bandwidth import Bandwidth, bandwidths
 from prism_sdk.analysis.breakdown import MAX_GAP_NS, PARTS, Breakdown, breakdown_of
-from prism_sdk.analysis.critical import CriticalPath, Times, critical_path
+from prism_sdk.analysis.critical import CriticalPath, critical_path
 from prism_sdk.analysis.frames import ResultFrames
 from prism_sdk.analysis.job import MAX_ROWS, Job, load_job
 from prism_sdk.analysis.layers import LayerCost, layer_costs
 from prism_sdk.analysis.memory import RankMemory, memory_of
 from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
 from prism_sdk.analysis.stragglers import Stragglers, stragglers_of
+from prism_sdk.analysis.times import Times
 from prism_sdk.analysis.variation import Variation, variation_of_jobs
 from prism_sdk.graph import GraphDeadlockError
 from prism_sdk.wording import counted
@@ -34,7 +36,8 @@ _LARGE_RANKS, _LARGE_UNITS = 500, 200_000
 class Analysis(ResultFrames):
     """What is known of one trace. None and empty: the trace does not hold what it takes; ``notes`` say what."""
 
-    job: Job
+    #: The trace as it was analysed: of ranks that are alike it may hold one.
+    loaded: Job = field(repr=False)
     breakdown: Breakdown
     variation: Variation
     bandwidths: tuple[Bandwidth, ...]
@@ -46,6 +49,15 @@ class Analysis(ResultFrames):
     experts: tuple[ExpertLoad, ...]
     memory: tuple[RankMemory, ...]
     notes: tuple[str, ...]
+
+    @cached_property
+    def job(self) -> Job:
+        """The trace with the units of all ranks, which are read again where that was not needed so far."""
+        loaded = self.loaded
+        if loaded.fold is None:
+            return loaded
+        steps = loaded.graph.columns["step"]
+        return load_job(loaded.path, ranks=loaded.ranks, steps=range(int(steps.min()), int(steps.max()) + 1))
 
     def columns(self) -> dict[str, Any]:
         """One row a rank, for data frames: the mean parts of its steps, slack, and time on the critical path."""
@@ -63,29 +75,34 @@ class Analysis(ResultFrames):
         """The smallest slack of the COMPUTE units of each rank: 0 on the critical path. {} without such a path."""
         if self.critical_path is None:
             return {}
-        graph, slack = self.job.graph, self.critical_path.slack_ns
+        job, graph, slack = self.loaded, self.loaded.graph, self.critical_path.slack_ns
+        if job.fold is not None:
+            slack = slack[job.fold.rows_of_kept()]
         rows = np.flatnonzero((graph.columns["kind"] == UnitKind.COMPUTE) & (slack >= 0))
         smallest = np.full(len(graph.ranks), np.iinfo(np.int64).max)
         np.minimum.at(smallest, np.searchsorted(graph.offsets, rows, side="right") - 1, slack[rows])
-        return {rank: int(value) for rank, value in zip(graph.ranks, smallest.tolist(), strict=True)
+        return {rank: int(value) for rank, value in zip(job.ranks, smallest[job.place].tolist(), strict=True)
                 if value < np.iinfo(np.int64).max}  # fmt: skip
 
     def top_units(self, *, limit: int = 10) -> list[tuple[str, int, int]]:
         """What the critical path consists of: (name, number of units, nanoseconds), the most time first."""
         if self.critical_path is None:
             return []
-        c, graph = self.job.graph.columns, self.job.graph
+        job, c = self.loaded, self.loaded.graph.columns
         found: dict[str, tuple[int, int]] = {}
         for segment in self.critical_path.segments:
-            row = segment.row
+            position, row = (0, segment.row) if job.fold is None else job.fold.folded_row(segment.row)
             if segment.part == "compute":
                 phase = int(c["phase"][row])
                 known = phase in Phase._value2member_map_ and phase
                 name = f"compute {Phase(phase).name.lower()}" if known else "compute"
                 if c["stage"][row] != ABSENT32:
                     name += f" of stage {c['stage'][row]}"
-            elif segment.part == "communication" and graph.columns["group_id"][row]:
-                group = graph.groups.get(int(c["group_id"][row]))
+            elif segment.part == "communication" and c["group_id"][row]:
+                group_id = int(c["group_id"][row])
+                if job.fold is not None:
+                    group_id = int(job.fold.group_of_lane[job.fold.lane(position, row)])
+                group = job.groups.get(group_id)
                 where = (group.description or group.name) if group is not None else ""
                 name = f"communication in {where}" if where else "communication"
             else:
@@ -100,10 +117,10 @@ class Analysis(ResultFrames):
         ranks, parts = self.breakdown.ranks_parts_ns()
         path, slack = self.critical_path, self.rank_slack_ns()
         return {
-            "file": self.job.path,
-            "graph_kind": self.job.graph.graph_kind.name.lower(),
-            "world_size": self.job.graph.world_size,
-            "num_ranks": len(self.job.ranks),
+            "file": self.loaded.path,
+            "graph_kind": self.loaded.graph.graph_kind.name.lower(),
+            "world_size": self.loaded.graph.world_size,
+            "num_ranks": len(self.loaded.ranks),
             "steps": [int(step) for step in np.unique(self.breakdown.windows.step) if step != ABSENT32],
             "mean_step_ns": self.breakdown.mean_step_ns,
             "parts_ns": self.breakdown.mean_parts_ns,
@@ -173,6 +190,14 @@ def analyze(
             return analyze(reader, ranks=ranks, steps=steps, repeats=repeats, max_gap_ns=max_gap_ns, max_rows=max_rows,
                            report=report)  # fmt: skip
     chosen = source.ranks if ranks is None else ranks
+    return _analyze(source, chosen, ranks, steps, repeats, max_gap_ns, max_rows, report, folded=True)
+
+
+def _analyze(
+    source: TraceReader, chosen: Sequence[int], ranks: Sequence[int] | None, steps: range | None,
+    repeats: Sequence[str | os.PathLike[str]], max_gap_ns: int, max_rows: int, report: Callable[[str], None], *,
+    folded: bool,
+) -> Analysis:  # fmt: skip
     is_large = len(chosen) > _LARGE_RANKS or sum(map(source.num_units, source.ranks)) > _LARGE_UNITS
 
     def say(what: str) -> None:
@@ -180,16 +205,18 @@ def analyze(
             report(what)
 
     say(f"reading {counted(len(chosen), 'rank')} of {source.path}")
-    job = load_job(source, ranks=ranks, steps=steps, max_rows=max_rows)
+    job = load_job(source, ranks=ranks, steps=steps, max_rows=max_rows, folded=folded)
     notes = list(job.notes)
-    say(f"dividing the steps of {counted(len(job.graph), 'unit')}")
+    say(f"dividing the steps of {counted(job.num_units, 'unit')}")
     parts = breakdown_of(job, max_gap_ns=max_gap_ns)
     path: CriticalPath | None = None
     if job.is_matched or len(job.ranks) == 1:
-        say(f"looking for the critical path through {job.graph.num_events} communications")
+        say(f"looking for the critical path through {job.num_events} communications")
         try:
             path = critical_path(Times.measured(job))
         except GraphDeadlockError as error:
+            if job.fold is not None:  # the message is about ranks that there are
+                return _analyze(source, chosen, ranks, steps, repeats, max_gap_ns, max_rows, report, folded=False)
             notes.append(f"no critical path: {str(error).splitlines()[0]}")
     else:
         notes.append("no critical path: it needs the communication of different ranks to be joined")
@@ -200,14 +227,19 @@ def analyze(
     window = range(int(loaded[0]), int(loaded[-1]) + 1) if steps is None and loaded[0] != ABSENT32 else steps
     has_all_to_alls = bool((job.graph.columns["op"] == Op.ALL_TO_ALL).any())
     say("memory and the rest")
-    held = memory_of(source, ranks=job.ranks, steps=window)
+    held = memory_of(source, ranks=job.graph.ranks, steps=window)
+    if job.fold is not None:
+        by_rank = {item.rank: item for item in held}
+        places = [by_rank.get(rank) for rank in job.graph.ranks]
+        held = tuple(replace(item, rank=rank) for rank, place in zip(job.ranks, job.place.tolist(), strict=True)
+                     if (item := places[place]) is not None)  # fmt: skip
     if not held:
         notes.append("no memory was recorded")
     return Analysis(
-        job=job, breakdown=parts,
+        loaded=job, breakdown=parts,
         variation=variation_of_jobs([job, *(load_job(path, ranks=ranks, steps=steps) for path in repeats)]),
         bandwidths=bandwidths(job), pipeline=found_pipeline, critical_path=path, stragglers=stragglers_of(job, parts),
-        balance=moe_balance(source, ranks=job.ranks, steps=window) if has_all_to_alls else (),
-        layers=layer_costs(source, job), experts=expert_loads(source, ranks=job.ranks, steps=window), memory=held,
+        balance=balance_of_job(source, job, steps=window) if has_all_to_alls else (),
+        layers=layer_costs(source, job), experts=experts_of_job(source, job, steps=window), memory=held,
         notes=tuple(notes),
     )  # fmt: skip

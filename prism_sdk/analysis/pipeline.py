@@ -104,15 +104,18 @@ def pipeline_of(job: Job) -> Pipeline | None:
     np.add.at(backward, cell_of, np.where(c["phase"][rows] == Phase.BACKWARD, end - start, 0))
     span = np.zeros(len(cells), dtype=np.int64)
     span[cell_of] = (last - first)[span_of.reshape(-1)]
+    if job.fold is not None:
+        cells, (busy, forward, backward, span) = _of_all(job, cells, (busy, forward, backward, span))
     # the first part that a rank holds names its stage
     stage_of = np.full(len(graph.ranks), -1, dtype=np.int64)
     for at, stage in zip(of_rank[::-1, 0].tolist(), of_rank[::-1, 1].tolist(), strict=True):
         stage_of[at] = stage
+    stage_of = stage_of[job.place]
     stages = []
     for stage in np.unique(stage_of[cells[:, 0]]).tolist():
         mine = stage_of[cells[:, 0]] == stage
         mean_busy, mean_span = float(busy[mine].mean()), float(span[mine].mean())
-        members = tuple(graph.ranks[at] for at in np.unique(cells[mine, 0]).tolist())
+        members = tuple(job.ranks[at] for at in np.unique(cells[mine, 0]).tolist())
         stages.append(StageBubble(
             stage=stage, ranks=members, busy_ns=mean_busy, span_ns=mean_span, bubble_ns=mean_span - mean_busy,
             bubble_ratio=(mean_span - mean_busy) / mean_busy if mean_busy else float("nan"),
@@ -128,8 +131,17 @@ def pipeline_of(job: Job) -> Pipeline | None:
     )  # fmt: skip
 
 
+def _of_all(job: Job, cells: Int64Array, figures: tuple[Int64Array, ...]) -> tuple[Int64Array, list[Int64Array]]:
+    """Rank and step of all ranks, and their figures, from those of the ranks in the graph (rising)."""
+    bounds = np.searchsorted(cells[:, 0], np.arange(len(job.graph.ranks) + 1))
+    sizes = np.diff(bounds)[job.place]
+    position = np.repeat(np.arange(len(sizes)), sizes)
+    taken = np.arange(len(position)) + np.repeat(bounds[job.place] - np.cumsum(sizes) + sizes, sizes)
+    return np.stack([position, cells[taken, 1]], axis=1), [values[taken] for values in figures]
+
+
 def _pipelines(job: Job) -> Int64Array:
-    """(R,) which pipeline each rank belongs to: ranks that exchange messages are in one; all are where none do."""
+    """Which pipeline each rank of the graph belongs to: ranks that exchange messages are in one; all are where none do."""
     graph = job.graph
     parent = list(range(len(graph.ranks)))
 

@@ -87,7 +87,7 @@ def stragglers_of(job: Job, parts: Breakdown, *, threshold: float = 0.02) -> Str
         threshold: the share of its steps that a rank must cost others to be a straggler.
     """
     num_ranks = len(job.ranks)
-    count, last, waited, caused = _arrivals(job)
+    count, last, waited, caused = (values[job.place] for values in _arrivals(job))
     ranks, means = parts.ranks_parts_ns()
     place = {rank: at for at, rank in enumerate(job.ranks)}
     at = np.array([place[rank] for rank in ranks.tolist()], dtype=np.int64)
@@ -140,8 +140,9 @@ def _microbatch_work(job: Job, parts: Breakdown, compute: npt.NDArray[np.float64
     rows = np.flatnonzero(job.is_timed & (c["kind"] == UnitKind.COMPUTE) & (c["microbatch"] != ABSENT32)
                           & np.isin(c["step"], steady))  # fmt: skip
     position = np.searchsorted(job.graph.offsets, rows, side="right") - 1
-    total = np.zeros(len(compute))
-    np.add.at(total, position, (c["end_ns"] - c["start_ns"])[rows])
+    of_place = np.zeros(len(job.graph.ranks))
+    np.add.at(of_place, position, (c["end_ns"] - c["start_ns"])[rows])
+    total = of_place[job.place]
     return np.where(total > 0, total / max(len(steady), 1), compute)
 
 
@@ -158,7 +159,10 @@ def _cause(excess: list[float], of_stage: float, persistence: float, least: floa
 
 
 def _arrivals(job: Job) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]:
-    """For each rank: collectives, how often last, time waited, waiting caused. Whole events of known posts count."""
+    """For each rank of the graph: collectives, how often last, time waited, waiting caused.
+
+    Whole events of known posts count.
+    """
     graph = job.graph
     num_ranks = len(graph.ranks)
     count, last, waited, caused = (np.zeros(num_ranks, dtype=np.int64) for _ in range(4))
@@ -166,20 +170,25 @@ def _arrivals(job: Job) -> tuple[Int64Array, Int64Array, Int64Array, Int64Array]
         return count, last, waited, caused
     rows, begins, sizes = graph.event_rows, graph.event_offsets[:-1], np.diff(graph.event_offsets)
     posts = graph.columns["start_ns"][rows]
-    known = np.logical_and.reduceat(posts != ABSENT, begins) & graph.event_is_whole & (sizes > 1)
+    num_alike = np.ones(len(rows), dtype=np.int64)
+    if job.fold is not None:
+        num_alike = job.fold.num_alike[job.fold.pair_of_row[rows]]
+    known = np.logical_and.reduceat(posts != ABSENT, begins) & graph.event_is_whole
+    known &= np.add.reduceat(num_alike, begins) > 1
     known &= graph.columns["kind"][rows[begins]] == UnitKind.COLLECTIVE
     event = np.repeat(np.arange(len(begins)), sizes)
     inside = known[event]
-    rows, posts, event = rows[inside], posts[inside], event[inside]
+    rows, posts, event, num_alike = rows[inside], posts[inside], event[inside], num_alike[inside]
     position = np.searchsorted(graph.offsets, rows, side="right") - 1
     order = np.lexsort((posts, event))
-    posts, event, position = posts[order], event[order], position[order]
+    posts, event, position, num_alike = posts[order], event[order], position[order], num_alike[order]
     ends = np.flatnonzero(np.append(event[1:] != event[:-1], True)) if len(event) else np.zeros(0, dtype=np.int64)
     latest = np.zeros(len(begins), dtype=np.int64)
     latest[event[ends]] = posts[ends]
     np.add.at(count, position, 1)
     np.add.at(waited, position, latest[event] - posts)
-    margin = posts[ends] - posts[ends - 1]
+    # of several that are alike none is last alone
+    margin = np.where(num_alike[ends] > 1, 0, posts[ends] - posts[ends - 1])
     np.add.at(last, position[ends], margin > 0)
     np.add.at(caused, position[ends], margin)
     return count, last, waited, caused
@@ -192,7 +201,7 @@ def _stages(job: Job) -> Int64Array:
     found = np.full(len(graph.ranks), np.iinfo(np.int64).max)
     rows = np.flatnonzero(stage != ABSENT32)
     np.minimum.at(found, np.searchsorted(graph.offsets, rows, side="right") - 1, stage[rows])
-    return np.where(found == np.iinfo(np.int64).max, ABSENT32, found)
+    return np.where(found == np.iinfo(np.int64).max, ABSENT32, found)[job.place]
 
 
 def _persistence(parts: Breakdown, stage: Int64Array, num_ranks: int) -> npt.NDArray[np.float64]:

@@ -122,7 +122,7 @@ def plain(table: Table) -> str:
 
 def format_analysis(analysis: Analysis) -> str:
     """The tables of an analysis, and its notes."""
-    job = analysis.job
+    job = analysis.loaded
     overlap = analysis.breakdown.overlap_ratio
     ranks = f"{len(job.ranks)} of {counted(job.graph.world_size, 'rank')}"
     head = f"{job.path}: {job.graph.graph_kind.name.lower()} graph, {ranks}"

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from prism_sdk.graph.job import COLUMN_TYPES, JobGraph, read_columns
 from prismtrace import ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
-__all__ = ["FoldedJob", "RoleJob", "fold_alike", "folded_graph"]
+__all__ = ["FoldedJob", "RoleJob", "fold_alike", "folded_graph", "mixed", "refined_classes"]
 
 UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
@@ -152,7 +152,7 @@ def _folded(
     return _graph(reader, job, color, lane_color, kept, alone, left_out)
 
 
-def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
+def mixed(values: npt.NDArray[Any]) -> UInt64Array:
     """Spreads 64-bit numbers (the finalizer of SplitMix64), so that sums of them tell sets apart."""
     x = values.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -163,25 +163,45 @@ def _mixed(values: npt.NDArray[Any]) -> UInt64Array:
 def _classes(job: RoleJob, sandbox: frozenset[int], weights: Int64Array) -> tuple[Int64Array, UInt64Array]:
     """The class of each rank position, and a number of each lane that is equal for lanes of alike members."""
     lanes = job.lanes
-    counts = np.diff(lanes.offsets)
-    position = np.repeat(np.arange(job.num_ranks), counts)
-    local = np.arange(len(position)) - lanes.offsets[position]
     alone = np.where(np.isin(job.ranks, sorted(sandbox)), job.ranks + 1, 0)
     keys = np.stack([job.program, weights, job.origin_ns, alone], axis=1)
+    fixed = mixed(lanes.num_events) ^ mixed(mixed(lanes.first_seq) + (lanes.source >= 0).astype(np.uint64))
+    return refined_classes(keys, offsets=lanes.offsets, lane=lanes.lane, fixed=fixed, is_counted=False)
+
+
+def refined_classes(
+    keys: Int64Array, *, offsets: Int64Array, lane: Int64Array, fixed: UInt64Array, is_counted: bool
+) -> tuple[Int64Array, UInt64Array]:
+    """The coarsest partition of ranks whose members have equal keys and hold lanes of equal classes, place by place.
+
+    Args:
+        keys: (R, K) what members of a class have in common.
+        offsets: (R + 1,) rank p holds the lanes ``lane[offsets[p]:offsets[p + 1]]``, in the order of its program.
+        lane: numbers of lanes, each from 0 to L - 1.
+        fixed: (L,) what lanes of one class have in common.
+        is_counted: whether it matters how many alike members a lane has.
+
+    Returns:
+        The class of each rank, from 0, and a number of each lane that is equal for lanes of alike members.
+    """
+    num_ranks = len(offsets) - 1
+    position = np.repeat(np.arange(num_ranks), np.diff(offsets))
+    local = np.arange(len(position)) - offsets[position]
     color = np.unique(keys, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    fixed = _mixed(lanes.num_events) ^ _mixed(_mixed(lanes.first_seq) + (lanes.source >= 0).astype(np.uint64))
     while True:
-        member = _mixed(_mixed(color[position]) + local.astype(np.uint64))
-        order = np.lexsort((member, lanes.lane))
-        lane, sorted_member = lanes.lane[order], member[order]
-        # a set and not a multiset: how many alike members there are does not matter
-        is_new = np.ones(len(order), dtype=np.bool_)
-        is_new[1:] = (lane[1:] != lane[:-1]) | (sorted_member[1:] != sorted_member[:-1])
+        member = mixed(mixed(color[position]) + local.astype(np.uint64))
         sums = np.zeros(len(fixed), dtype=np.uint64)
-        np.add.at(sums, lane[is_new], sorted_member[is_new])
-        lane_color = _mixed(sums ^ fixed)
-        seen = np.zeros(job.num_ranks, dtype=np.uint64)
-        np.add.at(seen, position, _mixed(lane_color[lanes.lane] + _mixed(local)))
+        if is_counted:
+            np.add.at(sums, lane, member)
+        else:
+            order = np.lexsort((member, lane))
+            sorted_lane, sorted_member = lane[order], member[order]
+            is_new = np.ones(len(order), dtype=np.bool_)
+            is_new[1:] = (sorted_lane[1:] != sorted_lane[:-1]) | (sorted_member[1:] != sorted_member[:-1])
+            np.add.at(sums, sorted_lane[is_new], sorted_member[is_new])
+        lane_color = mixed(sums ^ fixed)
+        seen = np.zeros(num_ranks, dtype=np.uint64)
+        np.add.at(seen, position, mixed(lane_color[lane] + mixed(local)))
         pairs = np.stack([color.astype(np.uint64), seen], axis=1)
         finer = np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int64)
         if finer.max(initial=0) == color.max(initial=0):

@@ -76,13 +76,13 @@ def balance_of_job(source: TraceReader, job: Job, *, steps: range | None = None)
     for place, rank in enumerate(job.graph.ranks):
         for group_id, seq, load in _loads(source, rank, steps):
             loads.setdefault((place, class_of[rank, group_id]), {})[seq] = load
-    having = {number for _, number in loads}
+    having, ranks = {number for _, number in loads}, np.array(fold.ranks)
     lanes = np.flatnonzero(np.isin(fold.class_of_lane, sorted(having)) & ~fold.is_message)
     known: dict[bytes, GroupBalance | None] = {}
     found = []
     for lane in lanes[np.argsort(fold.group_of_lane[lanes])].tolist():
         group_id, number = int(fold.group_of_lane[lane]), int(fold.class_of_lane[lane])
-        places = _places(fold, group_id)
+        places = _places(fold, ranks, group_id)
         key = np.append(places[1], number).tobytes()
         if key not in known:
             by_seq: dict[int, dict[int, int]] = {}
@@ -97,9 +97,11 @@ def balance_of_job(source: TraceReader, job: Job, *, steps: range | None = None)
     return tuple(sorted(found, key=lambda item: -item.imbalance))
 
 
-def _places(fold: Fold, group_id: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _places(
+    fold: Fold, ranks: npt.NDArray[np.int64], group_id: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """The members of a group that are analysed, in group order, and the places of those who stand for them."""
-    ranks, members = np.array(fold.ranks), np.array(fold.groups[group_id].ranks, dtype=np.int64)
+    members = np.array(fold.groups[group_id].ranks, dtype=np.int64)
     at = np.searchsorted(ranks, members).clip(0, len(ranks) - 1)
     inside = ranks[at] == members
     return members[inside], fold.place[at[inside]]

@@ -18,6 +18,7 @@ so there nobody waits; here waiting is taken out. Where arrivals are unknown t r
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -87,23 +88,27 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
     np.logical_and.at(arrived, place, arrival != ABSENT)
     keys = np.stack([c[name][first].astype(np.uint64) for name in ("group_id", "op", "dtype")]
                     + [largest.astype(np.uint64), arrived.astype(np.uint64)], axis=1)  # fmt: skip
+    names = _names(job)
     if job.fold is None:
-        found = _entries(job, keys, slowest, first)
+        found = _entries(job, names, keys, slowest, first)
     else:
-        found = _of_groups(job, job.fold, keys, slowest, first)
+        found = _of_groups(job, job.fold, names, keys, slowest, first)
     return tuple(sorted(found, key=lambda b: -(b.time_ns or 0) * b.num_operations))
 
 
-def _entries(job: Job, keys: np.ndarray, slowest: np.ndarray, first: np.ndarray) -> list[Bandwidth]:
+def _entries(
+    job: Job, names: Mapping[int, str], keys: np.ndarray, slowest: np.ndarray, first: np.ndarray
+) -> list[Bandwidth]:
     """One entry for equal keys, rising: group, operation, element type, size, and whether arrivals are known.
 
     Args:
         job: the loaded trace.
+        names: what groups are called.
         keys: (E, 5) of each operation.
         slowest: (E,) its time, -1 where unknown.
         first: (E,) its first row.
     """
-    found, names = [], _names(job)
+    found = []
     order = np.lexsort(keys.T[::-1])
     differs = (keys[order][1:] != keys[order][:-1]).any(axis=1)
     for chosen in np.split(order, np.flatnonzero(differs) + 1) if len(order) else ():
@@ -113,13 +118,14 @@ def _entries(job: Job, keys: np.ndarray, slowest: np.ndarray, first: np.ndarray)
     return found
 
 
-def _of_groups(job: Job, fold: Fold, keys: np.ndarray, slowest: np.ndarray, first: np.ndarray) -> list[Bandwidth]:
+def _of_groups(
+    job: Job, fold: Fold, names: Mapping[int, str], keys: np.ndarray, slowest: np.ndarray, first: np.ndarray
+) -> list[Bandwidth]:
     """As `_entries`, of all groups: those with as many lanes of the same classes, and as many members, have the same.
 
     `keys` have classes of lanes in place of groups.
     """
     found: list[Bandwidth] = []
-    names = _names(job)
     known: dict[tuple[object, ...], list[Bandwidth]] = {}
     order = np.argsort(keys[:, 0], kind="stable")
     for group_id, numbers in fold.classes_of_groups():
@@ -133,7 +139,7 @@ def _of_groups(job: Job, fold: Fold, keys: np.ndarray, slowest: np.ndarray, firs
             chosen = np.concatenate(mine)
             of_group = keys[chosen]
             of_group[:, 0] = group_id
-            known[what] = _entries(job, of_group, slowest[chosen], first[chosen])
+            known[what] = _entries(job, names, of_group, slowest[chosen], first[chosen])
         name = names.get(group_id, "")
         found += [replace(entry, group_id=group_id, group_name=name) for entry in known[what]]
     return found

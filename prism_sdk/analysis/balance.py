@@ -188,7 +188,9 @@ def _expert_loads(
             total[: len(tokens)] += tokens * count
             found[layer][step, microbatch, times] = total
             members.setdefault(layer, {})[rank] = count
-    loads = [_of_layer(layer, list(routings.values()), sum(members[layer].values())) for layer, routings in found.items()]
+    loads = [
+        _of_layer(layer, list(routings.values()), sum(members[layer].values())) for layer, routings in found.items()
+    ]
     return tuple(sorted((load for load in loads if load is not None), key=lambda load: -load.imbalance))
 
 

@@ -27,6 +27,7 @@ from prismtrace import ABSENT32, Op, ProcessGroup, TableKind, TraceReader, UnitK
 from prismtrace.alike import Alike, alike_ranks
 from prismtrace.members import OfRanks
 from prismtrace.rankchecks import Members
+from prismtrace.sharing import Replaced
 
 __all__ = ["FIRST_GROUP", "Fold", "load_folded"]
 
@@ -163,7 +164,7 @@ def load_folded(reader: TraceReader, *, ranks: Sequence[int], steps: range | Non
 def _programs(reader: TraceReader, ranks: Sequence[int], steps: range | None) -> list[_Program] | None:
     together, alone = alike_ranks(reader, ranks)
     members = Members(reader)
-    programs = []
+    programs: list[_Program] = []
     for alike in [*together, *(Alike(reader, (rank,)) for rank in alone)]:
         if 2 * (len(programs) + len(alone)) > len(ranks):
             return None
@@ -180,7 +181,8 @@ def _program(reader: TraceReader, alike: Alike, steps: range | None, members: Me
     if len(table) and int(table.row_index[-1]) - table.first_index != len(table) - 1:
         return None
     ranks = np.array(alike.ranks, dtype=np.int64)
-    columns, replaced = dict(table.columns()), {}
+    columns: Mapping[str, Any] = table.columns()
+    replaced: Mapping[str, Replaced] = {}
     own: list[Int64Array] = [np.zeros((1, num_ranks), dtype=np.int64)]
     if num_ranks > 1:
         of_units = alike.replaced(TableKind.UNITS, table.row_index, columns)

@@ -196,7 +196,9 @@ def load_job(
     completion = _completions(graph)
     arrival = _arrivals(graph, completion)
     unknown = (completion != ABSENT) & (arrival == ABSENT)
-    num_unknown = int(unknown.sum() if fold is None else (unknown * np.repeat(fold.counts, np.diff(graph.offsets))).sum())
+    num_unknown = int(
+        unknown.sum() if fold is None else (unknown * np.repeat(fold.counts, np.diff(graph.offsets))).sum()
+    )
     if num_unknown:
         notes.append(f"{num_unknown} communications do not tell when all members had arrived: waiting for them counts "
                      "as exposed communication")  # fmt: skip

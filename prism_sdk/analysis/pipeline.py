@@ -141,7 +141,7 @@ def _of_all(job: Job, cells: Int64Array, figures: tuple[Int64Array, ...]) -> tup
 
 
 def _pipelines(job: Job) -> Int64Array:
-    """Which pipeline each rank of the graph belongs to: ranks that exchange messages are in one; all are where none do."""
+    """Which pipeline each rank of the graph is in: ranks that exchange messages are in one; all are where none do."""
     graph = job.graph
     parent = list(range(len(graph.ranks)))
 

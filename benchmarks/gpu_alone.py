@@ -1,9 +1,15 @@
 """Shows what a single GPU can: a job of eight ranks from end to end, and real steps against emulated ones.
 
-    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain]
+    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [limit]
 
 eight: FSDP2 of eight logical ranks (gpu_table_job.py) is recorded and calibrated on the GPU with modelled transfers,
 and rank 0 emulated. Checked: bytes after each step are the recording's, the step is the one that calibration predicted.
+
+bytes: the jobs of gpu_table.py and of frameworks with few layers, four jobs at a time: bytes after each step of real
+runs of two ranks (on the one GPU, by sockets) and of emulations of the first one.
+
+limit: with --device-memory an emulated rank must be refused just where what an observed run had on the device beside
+torch's memory (NCCL's) leaves no more room.
 
 ddp, fsdp2, chain (hold_job.py): two ranks over NCCL on the one GPU, against emulations of the first of them, in turns.
 NCCL takes two ranks on a GPU that say they are on different hosts, and goes by sockets. CUDA's multi-process service
@@ -11,7 +17,7 @@ lets kernels of both run at the same time: without it the GPU is given to one pr
 nothing. The second rank has a 64th of the first one's rows, so that it takes next to nothing of the GPU; else both
 would slow each other down as no two GPUs do. The job is recorded, its transfers are those of one observed run, all
 other times are of slices of one rank without its peer. Environment: ALONE_REPEATS (5). --rehearse runs
-`eight` in small on CPUs, where times mean nothing.
+`eight` and `bytes` in small on CPUs, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -24,19 +30,36 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
-from gpu_table import RECORDED_STEPS, REHEARSE, STEPS, Run, at_once, in_turns, over_nccl, prism, summary
+from gpu_runs import with_transfers
+from gpu_table import (
+    FRAMEWORKS,
+    KINDS,
+    PAYLOADS,
+    RECORDED_STEPS,
+    REHEARSE,
+    STEPS,
+    Run,
+    at_once,
+    in_turns,
+    over_nccl,
+    prism,
+    summary,
+    words,
+)  # fmt: skip
 
 HOLD_JOB = Path(__file__).parents[1] / "tests" / "runtime" / "hold_job.py"
 REPEATS = int(os.environ.get("ALONE_REPEATS", "5"))
 CTAS = "2"
-OPTIONS = {"local": (), "occupy": ("-O", f"occupy={CTAS}")}
+OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={CTAS}")}
 SHARING = {"GPU_JOB_SHARES": "1", "NCCL_MAX_CTAS": CTAS}
+_ALL = (*FRAMEWORKS, *KINDS)
 EIGHT_STEPS = 3
 EIGHT = {"TABLE_BLOCKS": "2", "TABLE_BATCH": "8"}
 
@@ -64,13 +87,14 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
     light = {"HOLD_JOB_LIGHT": "64", "GPU_JOB_SECONDS": "150"}
     job, few = [str(HOLD_JOB), kind, str(STEPS)], [str(HOLD_JOB), kind, str(RECORDED_STEPS)]
     graph = folder / "graph.prism"
-    if not at_once(prism("record", bare, kind, 0, gate=gate, script=few, **light)):
+    if not at_once(prism("record", bare, kind, 0, "--payloads", "none", gate=gate, script=few, **light)):
         return {"failed": "record"}
     with service(folder) as variables:
-        if not at_once(prism("observe", seen, kind, 0, gate=gate, script=job, **variables, **light, **SHARING)):
+        sharing = {**variables, **light, **SHARING}
+        if not at_once(prism("observe", seen, kind, 0, "--no-pin", gate=gate, script=job, **sharing)):
             return {"failed": "observe"}
-        words = ("--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", "-O", f"occupy={CTAS}")
-        if not at_once(prism("calibrate", graph, kind, 0, *words, gate=gate, script=few, **light)):
+        options = ("--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", "-O", f"occupy={CTAS}")
+        if not at_once(prism("calibrate", graph, kind, 0, *options, gate=gate, script=few, **light)):
             return {"failed": "calibrate"}
         runs: list[tuple[str, Run]] = []
         for number in range(REPEATS):
@@ -79,8 +103,8 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
             runs.append(("real", over_nccl(f"real {kind}", job, gate=Path(f"{turn}-real"), port=port, shares=True,
                                            **environment)))  # fmt: skip
             output = folder / f"observed-{number}.prism"
-            runs.append(("observed", prism("observe", output, kind, 0, gate=Path(f"{turn}-observed"), script=job,
-                                           **variables, **light, **SHARING)))  # fmt: skip
+            runs.append(("observed", prism("observe", output, kind, 0, "--no-pin", gate=Path(f"{turn}-observed"),
+                                           script=job, **sharing)))  # fmt: skip
             for name, options in OPTIONS.items():
                 output = folder / f"{name}-{number}.prism"
                 runs.append((name, prism("emulate", output, kind, 0, "--graph", str(graph), *options,
@@ -136,12 +160,102 @@ def eight(kind: str, folder: Path) -> dict[str, Any]:
     return found
 
 
+def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Where bytes of an emulated rank differ from those of a real run, step by step."""
+    gate, bare, graph = folder / "open", folder / "bare.prism", folder / "graph.prism"
+    gate.touch()
+    layers = {"TABLE_BLOCKS": "4" if kind in PAYLOADS else "2"}
+    payloads = ("--payloads", PAYLOADS.get(kind, "none"))
+    started = time.monotonic()
+    record = prism("record", bare, kind, RECORDED_STEPS, *payloads, gate=gate, **layers)
+    port = 29800 + _ALL.index(kind)
+    if REHEARSE:
+        first = prism("observe", folder / "real.prism", kind, RECORDED_STEPS, gate=gate, **layers)
+    else:
+        first = over_nccl(f"real {kind}", words(kind, RECORDED_STEPS), gate=gate, port=port, shares=True, **layers)
+    for run in (record, first):
+        run.seconds = 150.0
+        run.start()
+    record.finish()
+    first.finish()
+    if record.code or first.code:
+        return {"failed": f"record {record.code}, real {first.code}"}
+    with_transfers(bare, graph, 20_000)
+    emulated = prism("emulate", folder / "out.prism", kind, RECORDED_STEPS, "--graph", str(graph), gate=gate, **layers)
+    if not at_once(emulated):
+        return {"failed": "emulate"}
+    pairs = list(zip(emulated.said["MEMORY"]["parts"], first.said["MEMORY"]["parts"], strict=True))
+    apart = [(step, mine, real) for step, (mine, real) in enumerate(pairs) if mine != real]
+    losses = [run.said["LOSS"]["losses"] for run in (emulated, first)]
+    found = {
+        "steps": len(pairs),
+        "differ": len(apart),
+        "peak_bytes": pairs[-1][1][1],
+        "same_losses": losses[0] == losses[1] if PAYLOADS.get(kind) else "values were not recorded",
+    }
+    print(f"== bytes of {kind}: {json.dumps(found)} {apart[:2]} {time.monotonic() - started:.0f} s", flush=True)
+    return found if not apart else {**found, "failed": "bytes"}
+
+
+def all_bytes(_: str, folder: Path) -> dict[str, Any]:
+    """Of all jobs."""
+
+    def one(kind: str) -> dict[str, Any]:
+        own = folder / kind
+        own.mkdir()
+        try:
+            return bytes_of(kind, own)
+        except Exception as error:  # the others go on
+            return {"failed": repr(error)}
+
+    with ThreadPoolExecutor(4) as pool:
+        results = dict(zip(_ALL, pool.map(one, _ALL), strict=True))
+    print(json.dumps(results), flush=True)
+    wrong = [kind for kind, found in results.items() if "failed" in found]
+    return {**results, **({"failed": wrong} if wrong else {})}
+
+
+def limit(_: str, folder: Path) -> dict[str, Any]:
+    """Just enough device memory, and a little less, for what torch and the libraries of a real run have together."""
+    from prismtrace import TraceReader
+
+    gate, bare, graph, seen = folder / "open", folder / "bare.prism", folder / "graph.prism", folder / "seen.prism"
+    gate.touch()
+    kind, layers = "dense", {"TABLE_BLOCKS": "2"}
+    shares = {"GPU_JOB_SHARES": "1"}
+    runs = [
+        prism("record", bare, kind, 3, "--payloads", "none", gate=gate, **layers),
+        prism("observe", seen, kind, 3, gate=gate, **layers, **shares),
+        prism("calibrate", graph, kind, 3, "--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", gate=gate,
+              **layers),
+    ]  # fmt: skip
+    for run in runs:
+        if not at_once(run):
+            return {"failed": run.what}
+    with TraceReader(graph) as reader:
+        others = int(reader.metadata["rank.0.device_other_bytes"])
+    peak = max(part[2] for part in runs[1].said["MEMORY"]["parts"])
+    found: dict[str, Any] = {"others_bytes": others, "reserved_bytes": peak}
+    for name, size in (("enough", peak + others + (8 << 20)), ("less", peak + others - (8 << 20))):
+        options = ("--graph", str(graph), "--device-memory", str(size))
+        run = prism("emulate", folder / f"{name}.prism", kind, 3, *options, gate=gate, **layers)
+        run.start()
+        run.finish()
+        found[name] = {"exit": run.code, **run.said.get("REFUSED", {})}
+    print(f"== limit: {json.dumps(found)}", flush=True)
+    good = not found["enough"]["exit"] and "step" in found["less"]
+    return found if good else {**found, "failed": "limit"}
+
+
+OTHERS = {"eight": eight, "bytes": all_bytes, "limit": limit}
+
+
 def main() -> int:
     results: dict[str, Any] = {}
-    for kind in [word for word in sys.argv[1:] if word[:1] != "-"] or ["eight", "ddp", "fsdp2", "chain"]:
+    for kind in [word for word in sys.argv[1:] if word[:1] != "-"] or ["eight", "ddp", "fsdp2", "bytes", "limit"]:
         started = time.monotonic()
         with tempfile.TemporaryDirectory() as text:
-            results[kind] = (eight if kind == "eight" else shared)(kind, Path(text))
+            results[kind] = OTHERS.get(kind, shared)(kind, Path(text))
         print(f"#### {kind}: {time.monotonic() - started:.1f} s, {results[kind].get('failed', 'ran')}\n", flush=True)
     print(json.dumps(results))
     return 0 if not any("failed" in one for one in results.values()) else 1

@@ -210,6 +210,9 @@ def main() -> None:
     while gate and not os.path.exists(gate):
         time.sleep(0.05)
     local = int(os.environ["LOCAL_RANK"])
+    if "GPU_JOB_SHARES" in os.environ:  # NCCL lets ranks share a GPU that say they are on different hosts
+        local %= torch.cuda.device_count()
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(local)
     dist.init_process_group("nccl")
     kind, steps = sys.argv[1], int(sys.argv[2])

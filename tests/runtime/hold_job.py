@@ -107,6 +107,16 @@ def main() -> None:
         times.append(time.perf_counter())
         memory.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(),
                        torch.cuda.max_memory_reserved()))  # fmt: skip
+    if "HOLD_JOB_LIGHT" not in os.environ:
+        check_values()
+    say("LOSS", losses=losses)
+    say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
+    say("MEMORY", parts=memory)
+    dist.destroy_process_group()
+
+
+def check_values() -> None:
+    """What is gathered and summed at the end has the values of all ranks."""
     seen: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, {"rank": dist.get_rank()})
     assert [one["rank"] for one in seen if isinstance(one, dict)] == list(range(dist.get_world_size()))
@@ -114,10 +124,6 @@ def main() -> None:
     dist.all_reduce(count)
     assert count.item() == dist.get_world_size() * (dist.get_world_size() + 1) // 2
     dist.barrier()
-    say("LOSS", losses=losses)
-    say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
-    say("MEMORY", parts=memory)
-    dist.destroy_process_group()
 
 
 main()

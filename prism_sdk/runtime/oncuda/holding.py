@@ -36,7 +36,7 @@ from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
-from prism_sdk.runtime.oncuda.occupying import HoldKernel
+from prism_sdk.runtime.oncuda.occupying import hold_kernel
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -119,11 +119,7 @@ class StreamHold:
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
             self._compensator = Compensator()
-        occupy = options.get("occupy", "off")
-        num_sms = 0 if occupy == "off" else int(occupy)
-        self._hold_kernel: HoldKernel | None = None
-        if num_sms:
-            self._hold_kernel = HoldKernel(self._words, num_sms)
+        self._hold_kernel = None if joining is not None else hold_kernel(self._words, options.get("occupy"))
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
@@ -342,6 +338,7 @@ class StreamHold:
             "release_error_max_ns": sizes[-1] if sizes else 0, "releases_late": self.counts.num_late,
             "releases_latest": "; ".join(said for _, said in reversed(self.counts.latest)),
             "hold_issue_median_ns": sorted(self.counts.issue_ns)[last // 2] if errors else 0,
+            "hold_blocks": 0 if self._hold_kernel is None else self._hold_kernel.num_blocks,
             "device_pool_bytes": self.pool_bytes, "ring_is_pinned": int(not self.counts.num_unpinned),
             "prefetch_hits": self.pool.hits, "prefetch_misses": self.pool.misses,
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,

@@ -32,7 +32,7 @@ _ITEM_BYTES = np.array([DType(number).itemsize_bytes if number in DType._value2m
 class LayerCost:
     """One layer; times and bytes are those of a step, means over ``num_ranks`` ranks."""
 
-    #: As the adapter calls it; None for units without a layer.
+    #: As the adapter calls it (or the value of another column); None for units without.
     layer: str | None
     num_ranks: int
     forward_ns: float
@@ -48,12 +48,13 @@ class LayerCost:
         return self.forward_ns + self.backward_ns + self.other_ns + self.waiting_ns
 
 
-def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
+def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tuple[LayerCost, ...]:
     """The layers of a job, the dearest first; () where no unit has a layer.
 
     Args:
         source: the trace of ``job``.
         job: what was loaded of it; a trace without steps has no layers.
+        column: another column of names or numbers, such as ``prism.part`` or ``microbatch``, in place of layers.
     """
     windows = job.windows
     numbers = np.unique(windows.step)
@@ -64,7 +65,7 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
         if place not in known:
             chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
             steady = np.unique(windows.step[chosen][windows.is_steady[chosen]])
-            known[place] = _of_place(source, job, place, steps, steady) if len(steady) else {}
+            known[place] = _of_place(source, job, place, steps, steady, column) if len(steady) else {}
         for layer, cost in known[place].items():
             found.setdefault(layer, []).append(cost)
     if not found.keys() - {None}:
@@ -77,12 +78,18 @@ def layer_costs(source: TraceReader, job: Job) -> tuple[LayerCost, ...]:
 
 
 def _of_place(
-    source: TraceReader, job: Job, place: int, steps: range | None, steady: Int64Array
+    source: TraceReader, job: Job, place: int, steps: range | None, steady: Int64Array, column: str
 ) -> dict[str | None, npt.NDArray[np.float64]]:
     """The figures of each layer of one rank of the graph; {} where its units have no such column."""
     graph = job.graph
-    table = source.units(graph.ranks[place], steps=steps, columns=[_COLUMN])
-    layers = dict(table.columns()).get(_COLUMN)
+    table = source.units(graph.ranks[place], steps=steps, columns=[column])
+    layers = table.columns().get(column)
+    if isinstance(layers, np.ndarray) and layers.dtype in (np.int32, np.int64):
+        known = layers != (ABSENT32 if layers.dtype == np.int32 else ABSENT)
+        numbers, codes = np.unique(layers[known], return_inverse=True)
+        numbered = np.full(len(layers), -1, dtype=np.int32)
+        numbered[known] = codes
+        layers = DictionaryColumn(numbered, tuple(map(str, numbers.tolist())))
     if not isinstance(layers, DictionaryColumn):
         return {}
     rows = table.row_index - int(graph.first_index[place]) + int(graph.offsets[place])

@@ -22,6 +22,7 @@ from prism_sdk.analysis.pipeline import Pipeline, pipeline_of
 from prism_sdk.analysis.stragglers import Stragglers, stragglers_of
 from prism_sdk.analysis.times import Times
 from prism_sdk.analysis.variation import Variation, variation_of_jobs
+from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphDeadlockError
 from prism_sdk.wording import counted
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
@@ -49,6 +50,9 @@ class Analysis(ResultFrames):
     experts: tuple[ExpertLoad, ...]
     memory: tuple[RankMemory, ...]
     notes: tuple[str, ...]
+    #: The column that was asked for, and what units with each of its values cost.
+    by: str | None = None
+    costs_by: tuple[LayerCost, ...] = ()
 
     @cached_property
     def job(self) -> Job:
@@ -145,6 +149,7 @@ class Analysis(ResultFrames):
                                                         "peak_time_ns", "microbatches_held", "bytes_per_microbatch")}
                 for item in self.memory
             ],
+            **({"by": {"column": self.by, "costs": self.costs_by}} if self.by is not None else {}),
             "notes": self.notes,
         }  # fmt: skip
 
@@ -168,6 +173,7 @@ def analyze(
     repeats: Sequence[str | os.PathLike[str]] = (),
     max_gap_ns: int = MAX_GAP_NS,
     max_rows: int = MAX_ROWS,
+    by: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Analysis:
     """Analyse a trace.
@@ -179,18 +185,28 @@ def analyze(
         repeats: further runs of the same job, for the run-to-run variation.
         max_gap_ns: the longest pause between two units that counts as the cost of launching.
         max_rows: see ``load_job``.
+        by: also say what units with each value of this column cost; see ``layer_costs``.
         report: is told what goes on where a trace is large enough for that to take seconds.
 
     Raises:
-        UsageError: the trace has no times, no such ranks or no such steps.
+        UsageError: the trace has no times, no such ranks, no such steps, or no unit with a value of ``by``.
         PrismTraceError: a file cannot be read.
     """
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return analyze(reader, ranks=ranks, steps=steps, repeats=repeats, max_gap_ns=max_gap_ns, max_rows=max_rows,
-                           report=report)  # fmt: skip
+                           by=by, report=report)  # fmt: skip
     chosen = source.ranks if ranks is None else ranks
-    return _analyze(source, chosen, ranks, steps, repeats, max_gap_ns, max_rows, report, folded=True)
+    found = _analyze(source, chosen, ranks, steps, repeats, max_gap_ns, max_rows, report, folded=True)
+    if by is None:
+        return found
+    costs = layer_costs(source, found.loaded, column=by)
+    if not costs:
+        raise UsageError(
+            f"{source.path}: no unit of a step has a value of {by!r}",
+            hint="`prism cat FILE --columns NAME` shows a column; adapters give prism.part and prism.layer",
+        )
+    return replace(found, by=by, costs_by=costs)
 
 
 def _analyze(

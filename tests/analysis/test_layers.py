@@ -8,7 +8,8 @@ import pytest
 from made_jobs import MadeJob
 
 from prism_sdk.analysis import analyze, expert_loads, layer_costs, load_job
-from prismtrace import Op, Phase, TraceReader, UnitKind
+from prism_sdk.errors import UsageError
+from prismtrace import Op, Phase, TraceReader, TraceUsageError, UnitKind
 
 FORWARD, BACKWARD = int(Phase.FORWARD), int(Phase.BACKWARD)
 STEP = 1000
@@ -92,3 +93,22 @@ def test_analyze_shows_layers_and_experts(tmp_path: Path, job: MadeJob, lines: l
     assert all(line in text for line in lines), text
     said = analysis.to_dict()
     assert said["layers"] == analysis.layers and said["experts"] == analysis.experts
+
+
+def test_costs_by_another_column(tmp_path: Path) -> None:
+    job = MadeJob(1)
+    for step in range(2):
+        for number in (0, 1, None):
+            named = {} if number is None else {"microbatch": number}
+            at = step * 1000 + 100 * (2 if number is None else number)
+            job.compute(0, at, at + (30 if number else 50), phase=FORWARD, step=step, **named)
+        job.step(0, step, step * 1000, step * 1000 + 400)
+    path = job.write(tmp_path / "a.prism")
+    costs = {cost.layer: cost.forward_ns for cost in analyze(path, by="microbatch").costs_by}
+    assert costs == {"0": 50, "1": 30, None: 50}
+    assert "no microbatch" in analyze(path, by="microbatch").format_table()
+    assert analyze(path).by is None and "by" not in analyze(path).to_dict()
+    with pytest.raises(UsageError, match="no unit of a step has a value"):
+        analyze(path, by="prism.part")
+    with pytest.raises(TraceUsageError, match="no column"):
+        analyze(path, by="unknown")

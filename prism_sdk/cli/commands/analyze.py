@@ -21,6 +21,8 @@ from prism_sdk.runtime.config import StepRange
               help="One more run of the same job, for the run-to-run variation (repeatable).")  # fmt: skip
 @click.option("--max-gap-us", type=Number(min=0, max=1e9), default=100.0, show_default=True, metavar="US",
               help="Longer pauses between two units are idle time, not the cost of launching.")  # fmt: skip
+@click.option("--by", metavar="COLUMN",
+              help="Also say what units cost by the values of a column, such as prism.part.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(
     file: Path,
@@ -29,6 +31,7 @@ def command(
     steps: StepRange | None,
     repeats: tuple[Path, ...],
     max_gap_us: float,
+    by: str | None,
     as_json: bool,
 ) -> int:
     """Say where the time of a job went: parts of a step, critical path, stragglers, bubbles, bandwidths, memory.
@@ -46,13 +49,15 @@ def command(
     chosen = None if steps is None else steps.as_range()
     max_gap_ns = round(max_gap_us * 1000)
     if other is None:
-        analysis = analyze(file, ranks=ranks, steps=chosen, repeats=repeats, max_gap_ns=max_gap_ns,
+        analysis = analyze(file, ranks=ranks, steps=chosen, repeats=repeats, max_gap_ns=max_gap_ns, by=by,
                            report=lambda line: click.echo(f"prism: {line}", err=True))  # fmt: skip
         if as_json:
             echo_json(analysis.to_dict())
         else:
             click.echo(analysis.format_table(), nl=False)
         return ExitCode.OK
+    if by is not None:
+        raise click.UsageError("--by belongs to one file")
     if repeats:
         raise click.UsageError("--repeat belongs to one file; `prism compare` takes repeats of two runs")
     jobs = [load_job(path, ranks=ranks, steps=chosen) for path in (file, other)]

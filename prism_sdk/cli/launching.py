@@ -321,13 +321,6 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
 
     with TraceReader(graph) as reader:
         kind, world_size = reader.graph_kind, reader.world_size
-        if "roles.representatives" in reader.metadata and "expand.source" in reader.metadata:
-            raise UsageError(
-                f"{graph} was recorded by roles and grown by prism expand: no rank of the larger job ran, so prism "
-                f"{mode.value} cannot start from it",
-                hint="record the larger job by roles, which takes as many processes as the smaller one "
-                "(docs/roles.md); for times alone calibrate the smaller job and grow that, for prism simulate",
-            )
     if kind == GraphKind.EMULATED:
         raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")
     if mode is LaunchMode.EMULATE and kind == GraphKind.BARE:

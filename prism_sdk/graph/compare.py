@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -169,21 +170,28 @@ def compare_traces(
     real_names, other_names = ([os.fspath(p) for p in paths] for paths in (real_paths, other_paths))
     missing, unfinished = list[str](), list[str]()
     emulated, lost, with_ranks = set[str](), set[int](), {}
-    for name in dict.fromkeys([*real_names, *other_names]):
-        with TraceReader(name, allow_unfinished=True) as reader:
-            with_ranks[name] = {rank: _read_run(reader, name, rank) for rank in reader.ranks}
+    with ExitStack() as files:
+        readers = {
+            name: files.enter_context(TraceReader(name, allow_unfinished=True))
+            for name in dict.fromkeys([*real_names, *other_names])
+        }
+        having = {name: set(reader.ranks) for name, reader in readers.items()}
+        wanted = sorted(set[int]().union(*(having[name] for name in other_names)))
+        # of a job of thousands of ranks an emulation has one: the others need not be read
+        needed = set(wanted).intersection(set[int]().union(*(having[name] for name in real_names)))
+        for name, reader in readers.items():
+            with_ranks[name] = {rank: _read_run(reader, name, rank) for rank in reader.ranks if rank in needed}
             if reader.unfinished:
                 unfinished.append(name)
                 missing.append(f"{name} is unfinished: what was written before its end is compared")
             elif reader.graph_kind is GraphKind.EMULATED:
                 emulated.add(name)
-    everyone = sorted(set[int]().union(*with_ranks.values()))
-    for name, present in with_ranks.items():
+    everyone = sorted(set[int]().union(*having.values()))
+    for name, present in having.items():
         absent = [rank for rank in everyone if rank not in present]
         lost.update(() if name in emulated else absent)
         if absent:
             missing.append(f"rank{'s' * (len(absent) > 1)} {ranks_text(absent)}: not in {name}")
-    wanted = sorted(set.union(*(set(with_ranks[name]) for name in other_names)))
     ranks = []
     for rank in wanted:
         sides = [[with_ranks[n][rank] for n in names if rank in with_ranks[n]] for names in (real_names, other_names)]

@@ -116,6 +116,9 @@ def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
 
 def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
     families = megatron_groups(32, tp=2, pp=2, ep=2)
+    for number, first in enumerate((0, 16)):  # larger than those of replicas alone, and not what is counted
+        ranks = tuple(range(first, first + 16))
+        families.add(GroupFact(str(1000 + number), "TENSOR_AND_DATA_PARALLEL_GROUP", "nccl", ranks))
     with TraceWriter(tmp_path / "a.prism", world_size=32) as writer:
         for fact in families.groups():
             writer.add_group(ProcessGroup(fact.group_id, fact.name, fact.description, fact.backend, fact.ranks))
@@ -128,6 +131,9 @@ def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
         grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=9)
     grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=16)
     wanted = megatron_groups(64, tp=2, pp=2, ep=2)
+    for number, first in enumerate((0, 32)):
+        ranks = tuple(range(first, first + 32))
+        wanted.add(GroupFact(str(1000 + number), "TENSOR_AND_DATA_PARALLEL_GROUP", "nccl", ranks))
     with TraceReader(tmp_path / "b.prism") as reader:
         assert {g.ranks for g in reader.groups.values()} == {fact.ranks for fact in wanted.groups()}
         for rank in reader.ranks:

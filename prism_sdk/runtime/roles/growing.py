@@ -102,9 +102,13 @@ def _families(reader: TraceReader) -> Families:
 
 
 def _axis(families: Families, source: str) -> Axis:
-    """The axis of replicas: along the largest groups that say they are replicas, else along all ranks."""
+    """The axis of replicas: along the largest groups that say they are replicas, else along all ranks.
+
+    Groups of replicas and something else, as of tensor and data parallelism, are larger and say it only without others.
+    """
     world = families.world_size
-    named = [one for one in families.all if one.kind == "replicas" and 1 < one.size < world]
+    replicas = [one for one in families.all if one.kind == "replicas" and one.size > 1]
+    named = [one for one in replicas if not one.is_fused] or [one for one in replicas if one.size < world]
     others = [one for one in families.all if one.kind != "replicas" and 1 < one.size < world]
     if not named:
         if others:
@@ -276,10 +280,10 @@ class _Grower:
 
     def _write(self, writer: TraceWriter, rank: int, ranks: Sequence[int], mapper: Mapper) -> None:
         units = self._reader.units(rank)
-        columns = {**units.columns(), **self._translated(units, rank)}
+        changed = self._translated(units, rank)
         role = int.from_bytes(hashlib.blake2b(f"{rank} {ranks}".encode(), digest_size=8).digest(), "little") or 1
-        replaced = mapper.columns(_Units(columns), self._here(rank), ranks)
-        add_alike(writer, ranks, columns, role=role, replaced=replaced)
+        replaced = mapper.columns(_Units(units, changed), self._here(rank), ranks)
+        add_alike(writer, ranks, {**units.columns(), **changed}, role=role, replaced=replaced)
         for kind, table in (
             (TableKind.STEPS, self._reader.steps(rank)), (TableKind.SCALARS, self._reader.scalars(rank)),
             (TableKind.EVENTS, self._reader.events(rank)), (TableKind.TRACKS, self._reader.tracks(rank)),
@@ -310,19 +314,19 @@ class _Grower:
 
 
 class _Units:
-    """Columns, as a table of units has them."""
+    """A table of units, some columns of which have other values."""
 
-    def __init__(self, columns: dict[str, Any]) -> None:
-        self._columns = columns
+    def __init__(self, units: Any, changed: dict[str, Any]) -> None:
+        self._units, self._changed = units, changed
 
     def __getattr__(self, name: str) -> Any:
-        return self._columns[name]
+        return self[name]
 
     def __getitem__(self, name: str) -> Any:
-        return self._columns[name]
+        return self._changed[name] if name in self._changed else self._units[name]
 
     def __len__(self) -> int:
-        return len(self._columns["kind"])
+        return len(self._units)
 
 
 def _rescale(units: Any, rows: Int64Array, counts: dict[str, Int64Array], *, before: int, after: int) -> None:

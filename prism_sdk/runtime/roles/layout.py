@@ -89,9 +89,19 @@ class Family:
         return repr(self.description) if self.description else "(no description)"
 
     @property
+    def words(self) -> set[str]:
+        """The words of its description."""
+        return set(re.split(r"[^a-z]+", self.description.lower()))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it joins replicas and ranks of model parallelism, or replicas of a part of the model only."""
+        return bool(self.words & _REPLICAS and self.words & _MODEL)
+
+    @property
     def kind(self) -> str:
         """What its ranks are to each other: "replicas", "model", "shards", or "unknown"."""
-        words = set(re.split(r"[^a-z]+", self.description.lower()))
+        words = self.words
         if words & _SHARDS:
             return "shards"
         if words & _REPLICAS:
@@ -103,8 +113,7 @@ class Family:
         """How soon it has to tell ranks apart where not all families can: `_PIPELINE` first, `_UNKNOWN` last."""
         if self.kind != "model":
             return _SHARD if self.kind == "shards" else _UNKNOWN
-        words = set(re.split(r"[^a-z]+", self.description.lower()))
-        axes = [number for number, names in _AXES.items() if words & names]
+        axes = [number for number, names in _AXES.items() if self.words & names]
         return axes[0] if len(axes) == 1 else _OTHER
 
 

@@ -19,6 +19,7 @@ from prism_sdk.cli.outputs import check_folder
 from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, Number, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
 from prism_sdk.runtime.config import (
+    DEFAULT_MAX_ROLES,
     DEFAULT_SAMPLES,
     LaunchConfig,
     LaunchMode,
@@ -249,6 +250,7 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
         num_slots=values.get("slots"),
         roles=values.get("roles"),
         num_samples=_num_samples(values),
+        max_roles=values.get("max_roles") or DEFAULT_MAX_ROLES,
         sample_ranks=sample_ranks,
         sandbox=sandbox,
         strategy=values.get("strategy"),
@@ -303,6 +305,10 @@ def _world(mode: LaunchMode, values: Mapping[str, Any], *, graph: Path | None) -
         raise click.UsageError("--samples says how many ranks --roles verifies: give --roles too.")
     if values.get("roles") is None and values.get("sample_ranks") is not None:
         raise click.UsageError("--sample-ranks says which ranks run beside those of --roles: give --roles too.")
+    if values.get("max_roles") is not None and (values.get("roles") or "").strip() != "auto":
+        raise click.UsageError(
+            "--max-roles bounds the roles that are found, and has no say over stated ones: give --roles auto."
+        )
     if alias is not None and nproc is not None and alias != nproc * nodes:
         raise click.UsageError(f"--world-size {alias} and --nproc-per-node {nproc} contradict each other; give one.")
     if alias is not None:
@@ -315,13 +321,6 @@ def _graph_world_size(graph: Path, *, mode: LaunchMode) -> int:
 
     with TraceReader(graph) as reader:
         kind, world_size = reader.graph_kind, reader.world_size
-        if "roles.representatives" in reader.metadata and "expand.source" in reader.metadata:
-            raise UsageError(
-                f"{graph} was recorded by roles and grown by prism expand: no rank of the larger job ran, so prism "
-                f"{mode.value} cannot start from it",
-                hint="record the larger job by roles, which takes as many processes as the smaller one "
-                "(docs/roles.md); for times alone calibrate the smaller job and grow that, for prism simulate",
-            )
     if kind == GraphKind.EMULATED:
         raise UsageError(f"{graph} is the result of an emulation, not a graph to start from")
     if mode is LaunchMode.EMULATE and kind == GraphKind.BARE:

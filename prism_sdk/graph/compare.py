@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.graph.kernels import KernelComparison, StepKernels, compare_kernels, read_kernels
+from prism_sdk.graph.kernels import KernelComparison, compare_kernels
+from prism_sdk.graph.runs import Run, read_run
 from prism_sdk.wording import ranks_text
 from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TraceReader, UnitKind
 
@@ -144,19 +146,6 @@ class Comparison:
         return format_comparison(self)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """What one rank of one trace holds."""
-
-    path: str
-    graph: JobGraph | None
-    steps: Int64Array
-    time_ns: Int64Array
-    loss: npt.NDArray[np.float64]
-    memory_bytes: Int64Array
-    kernels: StepKernels
-
-
 def compare_traces(
     real_paths: Sequence[str | os.PathLike[str]], other_paths: Sequence[str | os.PathLike[str]]
 ) -> Comparison:
@@ -169,21 +158,28 @@ def compare_traces(
     real_names, other_names = ([os.fspath(p) for p in paths] for paths in (real_paths, other_paths))
     missing, unfinished = list[str](), list[str]()
     emulated, lost, with_ranks = set[str](), set[int](), {}
-    for name in dict.fromkeys([*real_names, *other_names]):
-        with TraceReader(name, allow_unfinished=True) as reader:
-            with_ranks[name] = {rank: _read_run(reader, name, rank) for rank in reader.ranks}
+    with ExitStack() as files:
+        readers = {
+            name: files.enter_context(TraceReader(name, allow_unfinished=True))
+            for name in dict.fromkeys([*real_names, *other_names])
+        }
+        having = {name: set(reader.ranks) for name, reader in readers.items()}
+        wanted = sorted(set[int]().union(*(having[name] for name in other_names)))
+        # of a job of thousands of ranks an emulation has one: the others need not be read
+        needed = set(wanted).intersection(set[int]().union(*(having[name] for name in real_names)))
+        for name, reader in readers.items():
+            with_ranks[name] = {rank: read_run(reader, name, rank) for rank in reader.ranks if rank in needed}
             if reader.unfinished:
                 unfinished.append(name)
                 missing.append(f"{name} is unfinished: what was written before its end is compared")
             elif reader.graph_kind is GraphKind.EMULATED:
                 emulated.add(name)
-    everyone = sorted(set[int]().union(*with_ranks.values()))
-    for name, present in with_ranks.items():
+    everyone = sorted(set[int]().union(*having.values()))
+    for name, present in having.items():
         absent = [rank for rank in everyone if rank not in present]
         lost.update(() if name in emulated else absent)
         if absent:
             missing.append(f"rank{'s' * (len(absent) > 1)} {ranks_text(absent)}: not in {name}")
-    wanted = sorted(set.union(*(set(with_ranks[name]) for name in other_names)))
     ranks = []
     for rank in wanted:
         sides = [[with_ranks[n][rank] for n in names if rank in with_ranks[n]] for names in (real_names, other_names)]
@@ -201,23 +197,7 @@ def compare_traces(
     )  # fmt: skip
 
 
-def _read_run(reader: TraceReader, path: str, rank: int) -> _Run:
-    table = reader.steps(rank)
-    order = np.argsort(table.step, kind="stable")
-    step, start, end = (np.asarray(getattr(table, n)).astype(np.int64)[order] for n in ("step", "start_ns", "end_ns"))
-    # where the start is absent it is the end of the step before
-    before = np.concatenate([[ABSENT], end[:-1]])[: len(end)]
-    follows = np.concatenate([[False], step[1:] == step[:-1] + 1])[: len(end)]
-    start = np.where((start == ABSENT) & follows, before, start)
-    time = np.where((start == ABSENT) | (end == ABSENT), ABSENT, end - start)
-    graph = None
-    if reader.num_units(rank):
-        graph = JobGraph.load(reader, ranks=[rank])
-    return _Run(path, graph, step, time, np.asarray(table.loss, dtype=np.float64)[order],
-                np.asarray(table.memory_peak_bytes, dtype=np.int64)[order], read_kernels(reader, rank))  # fmt: skip
-
-
-def _compare_rank(rank: int, real: list[_Run], other: list[_Run], missing: list[str]) -> RankComparison:
+def _compare_rank(rank: int, real: list[Run], other: list[Run], missing: list[str]) -> RankComparison:
     runs = [*real, *other]
 
     def lacks(what: str, having: list[bool]) -> bool:
@@ -278,7 +258,7 @@ def _percent(value: float, reference: float) -> float | None:
 
 
 def _compare_step_times(
-    rank: int, real: list[_Run], other: list[_Run], common: Int64Array, missing: list[str]
+    rank: int, real: list[Run], other: list[Run], common: Int64Array, missing: list[str]
 ) -> StepTimeComparison | None:
     # the first step of any run has warm-up in it
     firsts = {int(run.steps[0]) for run in [*real, *other]}
@@ -304,7 +284,7 @@ def _compare_step_times(
     )  # fmt: skip
 
 
-def _compare_losses(real: list[_Run], other: list[_Run], common: Int64Array) -> LossComparison:
+def _compare_losses(real: list[Run], other: list[Run], common: Int64Array) -> LossComparison:
     all_real = np.stack([_at(run.steps, run.loss, common) for run in real])
     theirs = _at(other[0].steps, other[0].loss, common)
     ours = all_real[0]
@@ -318,7 +298,7 @@ def _compare_losses(real: list[_Run], other: list[_Run], common: Int64Array) -> 
     )  # fmt: skip
 
 
-def _compare_memory(real: list[_Run], other: list[_Run], common: Int64Array) -> MemoryComparison:
+def _compare_memory(real: list[Run], other: list[Run], common: Int64Array) -> MemoryComparison:
     peaks = [[int(_at(run.steps, run.memory_bytes, common).max()) for run in side] for side in (real, other)]
     return MemoryComparison(
         real_peak_bytes=tuple(peaks[0]), other_peak_bytes=tuple(peaks[1]),

@@ -25,6 +25,8 @@ __all__ = [
 
 DEFAULT_STRATEGY, DEFAULT_BACKEND = "slices", "local"
 DEFAULT_SAMPLES = 3
+DEFAULT_MAX_ROLES = 64
+"""How many roles are found at most where they are not stated; each is a process that runs the program."""
 RUNTIME_OPTIONS = ("prefetch_bytes",)
 """Keys of ``-O`` that the runtime reads where ranks are replayed; others are the strategy's and the backend's."""
 
@@ -123,6 +125,8 @@ class LaunchConfig:
     """Record: one real rank a role; ``auto``, a layout, or a file. Absent: all ranks run."""
     num_samples: int = DEFAULT_SAMPLES
     """With ``roles``: how many ranks more run, to verify that ranks of one role do the same."""
+    max_roles: int = DEFAULT_MAX_ROLES
+    """With ``roles`` ``auto``: how many processes may tell ranks apart."""
     sample_ranks: tuple[int, ...] = ()
     """With ``roles``: ranks that run too, with those whom they meet, so that their own data is recorded."""
     sandbox: tuple[int, ...] = ()

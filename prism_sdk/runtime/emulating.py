@@ -248,6 +248,8 @@ def _prepare(
         scripts, by_roles = read_scripts(reader, sandbox), is_by_roles(reader)
         for rank, other in _stood_for(reader, sandbox) if by_roles else ():
             scripts[rank] = replace(scripts[rank], stood_for_by=other)
+            if is_grown(reader):
+                continue
             report(f"rank {rank} did not run when {graph_path.name} was recorded, rank {other} stood for it: what "
                    "the others give, and how long that takes, follows from the data of that rank")  # fmt: skip
         if is_grown(reader) and times is None:
@@ -286,10 +288,13 @@ def _prepare(
 
 
 def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The sandbox ranks that did not run in a recording by roles, and the ranks whose rows they have."""
+    """The sandbox ranks that did not run in a recording by roles, and the ranks whose rows they have.
+
+    Of a job that was given more replicas afterwards no rank ran.
+    """
     roles = RecordedRoles.of(reader)
     for rank in sandbox:
-        if roles is not None and roles.stands_for[rank] != rank:
+        if roles is not None and (is_grown(reader) or roles.stands_for[rank] != rank):
             yield rank, int(roles.stands_for[rank])
 
 

@@ -5,6 +5,7 @@ It changes no weights; transfers of groups that grew come from a cluster profile
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,9 @@ from prismtrace import Op, ProcessGroup
 __all__ = ["DataParallel"]
 
 Int64Array = npt.NDArray[np.int64]
-_WORDS = ("data parallel", "data-parallel", "dp", "fsdp")
+_SHARDS = re.compile("shard|fsdp|zero")
+_MODEL = frozenset({"tensor", "tp", "expert", "ep", "context", "cp", "pipeline", "pp", "model"})
+_REPLICAS = re.compile("data.parallel|dp|replica")
 
 
 @dataclass(frozen=True)
@@ -26,9 +29,11 @@ class DataParallel:
     """The job with ``size`` replicas. Replica i of the new job does what replica i modulo the old number did.
 
     Replicas are what is left when the data-parallel groups (``groups``, by name; without them those whose name or
-    description says so, else those of more than one rank whose members all do the same) and groups of all ranks are
-    taken away: they must be equal in structure. Ranks are numbered replica by replica. What a rank contributes to an
-    all-gather of such a group becomes smaller as the group grows: the whole stays the same (sharded parameters).
+    description says so, of replicas before shards, else those of more than one rank whose members all do the same) and
+    groups of all ranks are taken away: they must be equal in structure. Where other groups join neighbouring replicas
+    (expert parallelism folded into data parallelism), such a block is copied as a whole. Ranks are numbered block by
+    block. What a rank contributes to an all-gather of such a group becomes smaller as the group grows: the whole stays
+    the same (sharded parameters).
     """
 
     size: int
@@ -42,24 +47,25 @@ class DataParallel:
             raise UsageError(f"{self.size} replicas are too many: a job has at most {MAX_RANKS} ranks")
         wide = self._wide_groups(job)
         parts = _components(job, wide)
-        num = len(parts)
-        if len({len(part) for part in parts}) != 1 or any(
-            job.program[part].tolist() != job.program[parts[0]].tolist() for part in parts
-        ):
+        num, block = len(parts), self._block(job, wide, parts[0])
+        if any(not _are_alike(job, part, parts[0]) for part in parts):
             names = sorted(_name(job, g) for g in wide)[:6]
             raise UsageError(f"{job.source} does not fall into equal replicas without the groups {names}",
                              hint="name the data-parallel groups: --dp-groups")  # fmt: skip
-        if self.size * len(parts[0]) > MAX_RANKS:
+        if self.size % block:
+            raise UsageError(f"{self.size} replicas cannot be made: {job.source} has blocks of {block} that belong "
+                             "together", hint=f"give a multiple of {block}")  # fmt: skip
+        if self.size // block * len(parts[0]) > MAX_RANKS:
             raise UsageError(f"{self.size} replicas of {len(parts[0])} ranks are too many: a job has at most "
                              f"{MAX_RANKS} ranks")  # fmt: skip
-        chosen = [parts[index % num] for index in range(self.size)]
+        chosen = [parts[index % num] for index in range(self.size // block)]
         old = np.concatenate(chosen)
         lanes, groups = self._lanes(job, wide, chosen)
-        programs = _rescaled_gathers(job, wide, num / self.size)
-        note = f"{self.size} data-parallel replicas in place of {num}"
-        if self.size != num:
+        programs = _rescaled_gathers(job, wide, num / len(chosen))
+        note = f"{self.size} data-parallel replicas in place of {num * block}"
+        if len(chosen) != num:
             note += "; transfers of groups that grow or shrink are as they were, unless a cluster profile gives them"
-            if self.size > num:
+            if len(chosen) > num:
                 note += ", and ranks that share processors do not slow each other: the step may be longer"
         return replace(
             job, world_size=len(old), ranks=np.arange(len(old), dtype=np.int64), lanes=lanes, groups=groups,
@@ -77,11 +83,10 @@ class DataParallel:
             if missing:
                 raise UsageError(f"{job.source} has no group {sorted(missing)[0]!r}", hint="`prism info` lists groups")
             return frozenset(named | everyone)
-        words = {g: f"{job.groups[g].name} {job.groups[g].description}".lower() for g in used}
-        said = {
-            g for g, text in words.items() if any(w in text for w in ("data parallel", "data-parallel", "dp", "fsdp"))
-        }
-        if said - everyone:
+        words = {g: _text(job, g) for g in used - everyone}
+        shards = {g for g, text in words.items() if _SHARDS.search(text)}
+        said = {g for g, text in words.items() if _REPLICAS.search(text)} - shards or shards
+        if said:
             return frozenset(said | everyone)
         alike = set()
         for g in used - everyone:
@@ -89,6 +94,17 @@ class DataParallel:
             if len(programs) == 1 and len(job.groups[g].ranks) > 1:
                 alike.add(g)
         return frozenset(alike | everyone)
+
+    def _block(self, job: SimJob, wide: frozenset[int], part: Int64Array) -> int:
+        """How many replicas a part has: members of a group that joins replicas and nothing else."""
+        ranks = set(job.ranks[part].tolist())
+        found = [1]
+        for g in wide:
+            text = _text(job, g)
+            is_of_replicas = _REPLICAS.search(text) and not _SHARDS.search(text)
+            if is_of_replicas and not _MODEL & set(re.split("[^a-z]+", text)):
+                found.append(len(ranks.intersection(job.groups[g].ranks)))
+        return max(found)
 
     def _lanes(
         self, job: SimJob, wide: frozenset[int], chosen: list[Int64Array]
@@ -143,6 +159,23 @@ class DataParallel:
             destination=moved(lanes.destination[old_lane]), tag=lanes.tag[old_lane], num_members=num_members,
             num_events=num_events, first_event=first_event, first_seq=lanes.first_seq[old_lane],
         ), groups  # fmt: skip
+
+
+def _are_alike(job: SimJob, part: Int64Array, other: Int64Array) -> bool:
+    """Whether ranks do the same, in the same lanes; how many bytes they send may follow from data (routing)."""
+    p = job.programs
+    return len(part) == len(other) and all(
+        mine == theirs
+        or all(
+            np.array_equal(column[p.rows(mine)], column[p.rows(theirs)])
+            for column in (p.kind, p.op, p.lane_of, p.ordinal)
+        )
+        for mine, theirs in set(zip(job.program[part].tolist(), job.program[other].tolist(), strict=True))
+    )
+
+
+def _text(job: SimJob, group_id: int) -> str:
+    return f"{job.groups[group_id].name} {job.groups[group_id].description}".lower()
 
 
 def _name(job: SimJob, group_id: int) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from prism_sdk.errors import UsageError
+from prism_sdk.errors import UnsupportedError, UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, PayloadMode
 from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_plan, parse_layout, plan_of_groups
@@ -116,6 +116,9 @@ def test_shards_shrink_as_replicas_are_added(tmp_path: Path) -> None:
 
 def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
     families = megatron_groups(32, tp=2, pp=2, ep=2)
+    for number, first in enumerate((0, 16)):  # larger than those of replicas alone, and not what is counted
+        ranks = tuple(range(first, first + 16))
+        families.add(GroupFact(str(1000 + number), "TENSOR_AND_DATA_PARALLEL_GROUP", "nccl", ranks))
     with TraceWriter(tmp_path / "a.prism", world_size=32) as writer:
         for fact in families.groups():
             writer.add_group(ProcessGroup(fact.group_id, fact.name, fact.description, fact.backend, fact.ranks))
@@ -128,6 +131,9 @@ def test_blocks_of_replicas_stay_together(tmp_path: Path) -> None:
         grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=9)
     grow(tmp_path / "a.prism", tmp_path / "b.prism", num_replicas=16)
     wanted = megatron_groups(64, tp=2, pp=2, ep=2)
+    for number, first in enumerate((0, 32)):
+        ranks = tuple(range(first, first + 32))
+        wanted.add(GroupFact(str(1000 + number), "TENSOR_AND_DATA_PARALLEL_GROUP", "nccl", ranks))
     with TraceReader(tmp_path / "b.prism") as reader:
         assert {g.ranks for g in reader.groups.values()} == {fact.ranks for fact in wanted.groups()}
         for rank in reader.ranks:
@@ -236,7 +242,16 @@ def test_roles_of_a_large_job() -> None:
 def test_what_would_need_too_many_processes_is_an_approximation_that_is_named() -> None:
     plan = plan_of_groups(megatron_groups(1024, tp=8, pp=4, ep=8), num_samples=0, max_roles=32)
     assert plan.num_roles == 32
-    assert any("'EXPERT_MODEL_PARALLEL_GROUP' (groups of 8) are taken as replicas" in note for note in plan.notes)
+    assert any("'TENSOR_MODEL_PARALLEL_GROUP' (groups of 8) are taken as replicas" in note for note in plan.notes)
+    assert plan.origin == "PIPELINE_MODEL_PARALLEL_GROUP 4 x EXPERT_MODEL_PARALLEL_GROUP 8"
+
+
+def test_stages_are_never_taken_as_replicas() -> None:
+    families = megatron_groups(2048, tp=2, pp=128, ep=1)
+    with pytest.raises(UnsupportedError, match="make 128 roles, more than --max-roles 64") as found:
+        plan_of_groups(families, num_samples=0)
+    assert "--max-roles 128" in (found.value.hint or "")
+    assert plan_of_groups(families, num_samples=0, max_roles=256).num_roles == 256
 
 
 def test_an_absent_neighbour_is_the_one_of_the_rank_that_stands_for_it() -> None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from prism_sdk.runtime.manifest import read_scripts
-from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.recorded import RecordedRoles, small_job
 from prism_sdk.simulate import load, simulate
 from prism_sdk.testing.launches import Launched, Launches
@@ -123,12 +122,3 @@ def test_members_of_one_role_are_read_once(recorded: Launched) -> None:
         assert one.alike is not None
         assert len(one.sources) <= 1 + 3
         assert {one.giver(member) for member in range(1, RANKS // 2)} == set(one.sources)
-
-
-def test_what_was_grown_and_never_ran_is_refused(jobs: Launches, recorded: Launched, tmp_path: Path) -> None:
-    grow(recorded.trace, tmp_path / "grown.prism", num_replicas=RANKS)
-    for verb in ("calibrate", "emulate"):
-        ended = jobs.run(verb, jobs.folder / "mixed.py", (), options=["--graph", str(tmp_path / "grown.prism")])
-        assert ended.code == 2
-        assert "grown by prism expand" in ended.err
-        assert "record the larger job by roles, which takes as many processes" in ended.err

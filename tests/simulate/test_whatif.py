@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from prism_sdk.cli.main import run
 from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import UsageError
+from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.simulate import Scenario, load, simulate, summarise
 from prism_sdk.simulate.changes import ExpertSkew
 from prism_sdk.simulate.scenario import parse_straggle
-from prismtrace import GraphKind, Op, UnitKind
+from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, TraceWriter, UnitKind
 from tests.graph.jobs import Program, random_program
 from tests.simulate.pipelines import BACKWARD_NS, FORWARD_NS, pipeline
 from tests.simulate.reference import reference, rows_of, write
@@ -121,6 +122,45 @@ def test_another_data_parallel_size_is_as_if_recorded(tmp_path: Path, replicas: 
     assert rows_of(changed) == rows_of(expected)
     sizes = {name: len(group.ranks) for group in changed.job.groups.values() for name in [group.name.split("@")[0]]}
     assert sizes["dp0"] == replicas
+
+
+def folded_experts(path: Path) -> Path:
+    """Four replicas of one rank as Megatron names its groups; pairs of them exchange rows, of other sizes in each."""
+    names = {(0, 1, 2, 3): "DATA_PARALLEL_GROUP", (0, 1): "EXPERT_MODEL_PARALLEL_GROUP",
+             (2, 3): "EXPERT_MODEL_PARALLEL_GROUP", (0, 2): "EXPERT_DATA_PARALLEL_GROUP",
+             (1, 3): "EXPERT_DATA_PARALLEL_GROUP"}  # fmt: skip
+    with TraceWriter(path, world_size=4, graph_kind=GraphKind.CALIBRATED) as writer:
+        ids = dict[tuple[int, str], int]()
+        for number, (ranks, name) in enumerate(names.items(), 1):
+            ids |= {(rank, name): number for rank in ranks}
+            writer.add_group(ProcessGroup(number, str(number), name, "nccl", ranks))
+        for rank in range(4):
+            rows = 10 + rank // 2
+            writer.add_units(rank, {
+                "kind": [UnitKind.COMPUTE, *[UnitKind.COLLECTIVE] * 3],
+                "op": [0, Op.ALL_TO_ALL, Op.ALL_REDUCE, Op.ALL_REDUCE],
+                "group_id": [0, *(ids[rank, f"{name}_GROUP"] for name in ("EXPERT_MODEL_PARALLEL", "DATA_PARALLEL",
+                                                                          "EXPERT_DATA_PARALLEL"))],
+                "seq": [ABSENT, 0, 0, 0], "dtype": [0, *[DType.FLOAT32] * 3], "num_elements_in": [ABSENT, rows, 4, 4],
+                "num_elements_out": [ABSENT, rows, 4, 4], "start_ns": [0, 1000, 2000, 3000],
+                "end_ns": [1000, 2000, 3000, 4000], "transfer_ns": [ABSENT, 1000, 1000, 1000], "gap_ns": [0] * 4,
+            })  # fmt: skip
+    return path
+
+
+def test_replicas_that_experts_join_are_copied_in_blocks(tmp_path: Path) -> None:
+    """As `prism expand` counts them: --dp is the number of replicas, not that of blocks."""
+    path = folded_experts(tmp_path / "a.prism")
+    with pytest.raises(UsageError, match=r"7 replicas cannot be made: .* has blocks of 2 that belong together"):
+        Scenario(dp=7).run(path)
+    grow(path, tmp_path / "b.prism", num_replicas=16)
+    one, other = Scenario(dp=16).run(path).job, load(tmp_path / "b.prism")
+    sizes = [
+        sorted((group.description, len(group.ranks)) for group in job.groups.values() if len(group.ranks) > 1)
+        for job in (one, other)
+    ]
+    assert one.world_size == other.world_size == 16
+    assert sizes[0] == sizes[1] and dict(sizes[0])["DATA_PARALLEL_GROUP"] == 16  # and eight in those of experts
 
 
 def test_a_changed_job_can_be_written_and_read(tmp_path: Path) -> None:

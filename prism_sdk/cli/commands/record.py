@@ -10,7 +10,7 @@ from prism_sdk.cli.commands.observe import DEVICE_MEMORY, PAYLOADS
 from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.launching import launch_command, option
 from prism_sdk.cli.parsing import RANKS, SIZE
-from prism_sdk.runtime.config import DEFAULT_SAMPLES, LaunchMode
+from prism_sdk.runtime.config import DEFAULT_MAX_ROLES, DEFAULT_SAMPLES, LaunchMode
 
 SLOTS = option(
     "--slots",
@@ -55,6 +55,13 @@ SAMPLES = option(
     help="With --roles: run so many ranks more, to verify that ranks of one role do the same. "
     f" [default: {DEFAULT_SAMPLES}]",
 )
+MAX_ROLES = option(
+    "--max-roles",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="With --roles auto: how many processes may tell ranks apart; groups that would need more are taken as "
+    f"replicas, pipelines never.  [default: {DEFAULT_MAX_ROLES}]",
+)
 SAMPLE_RANKS = option(
     "--sample-ranks",
     type=RANKS,
@@ -70,8 +77,8 @@ _SPREAD = (
 
 @launch_command(
     LaunchMode.RECORD, output="bare.prism",
-    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY, PARKED_AHEAD,
-           PARKED_DISK,engine_option(_SPREAD), ADDRESS],
+    extra=[SLOTS, WORLD_SIZE, PAYLOADS, ROLES, MAX_ROLES, SAMPLES, SAMPLE_RANKS, DEVICE_MEMORY, PARKED_MEMORY,
+           PARKED_AHEAD, PARKED_DISK, engine_option(_SPREAD), ADDRESS],
 )  # fmt: skip
 def command() -> None:
     """Run all ranks of a job on few devices, by turns, and write its bare graph.

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from prism_sdk.errors import AsymmetryError, CollectiveMismatchError, PrismError, UnsupportedError
+from prism_sdk.runtime.config import DEFAULT_MAX_ROLES
 from prism_sdk.runtime.coordinator import Coordinator
 from prism_sdk.runtime.matching import Key, Matcher, Operation, Post, describe
 from prism_sdk.runtime.progress import Snapshot
@@ -129,8 +130,8 @@ class RoleCoordinator(Coordinator):
     """Multiplexes the ranks that run over the slots, and completes operations for those that do not."""
 
     def __init__(
-        self, num_slots: int, *, world_size: int, num_samples: int, sample_ranks: Sequence[int] = (),
-        plan: RolePlan | None = None, is_stated: bool = False, pin: bool = True,
+        self, num_slots: int, *, world_size: int, num_samples: int, max_roles: int = DEFAULT_MAX_ROLES,
+        sample_ranks: Sequence[int] = (), plan: RolePlan | None = None, is_stated: bool = False, pin: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(num_slots, pin=pin)
         self.families = Families(world_size)
@@ -138,7 +139,7 @@ class RoleCoordinator(Coordinator):
         self.starts_again = False  # the attempt is over, and nothing of it counts
         self.notes: dict[str, None] = {}  # approximations that the program's operations show
         self._is_stated = is_stated
-        self._num_samples, self._sample_ranks = num_samples, sample_ranks
+        self._num_samples, self._max_roles, self._sample_ranks = num_samples, max_roles, sample_ranks
         self._matcher: RoleMatcher = RoleMatcher()
         self._store = self._pairs = RoleKeyValues()
         self._held: list[tuple[Any, ...]] = []  # what the scout said before the roles were known
@@ -167,7 +168,9 @@ class RoleCoordinator(Coordinator):
         self._held.clear()
 
     def _found_plan(self) -> RolePlan:
-        return plan_of_groups(self.families, num_samples=self._num_samples, wanted_ranks=self._sample_ranks)
+        return plan_of_groups(
+            self.families, num_samples=self._num_samples, wanted_ranks=self._sample_ranks, max_roles=self._max_roles
+        )
 
     def _adopt(self, plan: RolePlan) -> None:
         """Start the ranks of the plan that do not run yet."""
@@ -354,7 +357,11 @@ class RoleCoordinator(Coordinator):
     def tick(self) -> None:
         scout = self._states.get(SCOUT)
         if self.plan is None and scout is not None and scout.state == WAITING and not self._holders:
-            self._decide()  # it waits for a key of another rank
+            try:
+                self._decide()  # it waits for a key of another rank
+            except UnsupportedError as error:
+                self.host.fail(error)
+                return
             self._grant()
         if self._unsettled and not (self._holders or self._ready or self._lent):
             self._settle()

@@ -1,6 +1,7 @@
 """Grows or shrinks a recorded job along data parallelism: more replicas of what was recorded.
 
-Responsible for the new numbers of ranks, groups and elements; it changes no times.
+Responsible for the new numbers of ranks, groups and elements; it changes no times.  The result is a trace by roles: one
+rank of each kind stands for its copies, so that few ranks run when it is calibrated.
 
 Ranks are numbered on a grid: rank = high * (stride * size) + index * stride + low, where index counts replicas.  Groups
 either hold all replicas in one pattern, and grow, or lie inside a block of neighbouring replicas (expert parallelism
@@ -10,8 +11,10 @@ folded into data parallelism), and are copied.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,14 @@ from numpy.typing import NDArray
 from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UnsupportedError, UsageError
 from prism_sdk.runtime.roles.layout import Families, Family, GroupFact
-from prism_sdk.runtime.roles.mapping import Mapper
+from prism_sdk.runtime.roles.mapping import DIFFERING, Mapper
 from prismtrace import Op, ProcessGroup, TableKind, TraceReader, TraceWriter, add_alike
-from prismtrace.model import ABSENT32, DType
+from prismtrace.alike import alike_ranks
+from prismtrace.model import ABSENT32, COLUMNS, DType
 
 Int64Array = NDArray[np.int64]
+
+_KEPT = frozenset(spec.name for specs in COLUMNS.values() for spec in specs) - frozenset(DIFFERING)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,12 @@ def grow(source: Path, output: Path, *, num_replicas: int, overwrite: bool = Fal
         if num_ranks > MAX_RANKS:
             raise UsageError(f"{num_replicas} replicas would make {num_ranks} ranks; at most {MAX_RANKS} are supported")
         grower = _Grower(reader, old, axis, num_replicas)
-        facts = {**reader.metadata, "expand.source": source.name, "expand.replicas": f"{axis.size}:{num_replicas}"}
+        facts = {
+            **reader.metadata,
+            "expand.source": source.name,
+            "expand.replicas": f"{axis.size}:{num_replicas}",
+            **grower.roles(),
+        }
         with TraceWriter(
             output, graph_kind=reader.graph_kind, world_size=grower.world_size, metadata=facts, overwrite=overwrite,
             atomic=True,
@@ -91,9 +102,13 @@ def _families(reader: TraceReader) -> Families:
 
 
 def _axis(families: Families, source: str) -> Axis:
-    """The axis of replicas: along the largest groups that say they are replicas, else along all ranks."""
+    """The axis of replicas: along the largest groups that say they are replicas, else along all ranks.
+
+    Groups of replicas and something else, as of tensor and data parallelism, are larger and say it only without others.
+    """
     world = families.world_size
-    named = [one for one in families.all if one.kind == "replicas" and 1 < one.size < world]
+    replicas = [one for one in families.all if one.kind == "replicas" and one.size > 1]
+    named = [one for one in replicas if not one.is_fused] or [one for one in replicas if one.size < world]
     others = [one for one in families.all if one.kind != "replicas" and 1 < one.size < world]
     if not named:
         if others:
@@ -219,32 +234,56 @@ class _Grower:
         for digest in reader.payload_digests:
             writer.add_payload(reader.payload(digest))
         mapper = Mapper(self.new)
-        for role, ranks in self._classes():
+        for rank, copies in self._copied:
+            self._write(writer, rank, copies, mapper)
+
+    def roles(self) -> dict[str, str]:
+        """What the metadata says of who stands for whom: of each kind of rank one, by its new number."""
+        standing = sorted(self._here(rank) for rank, _ in self._copied)
+        return {
+            "roles.origin": f"{len(standing)} ranks, grown", "roles.num_roles": str(len(standing)),
+            "roles.representatives": json.dumps(standing), "roles.samples": "[]", "roles.disagreements": "[]",
+        }  # fmt: skip
+
+    @cached_property
+    def _copied(self) -> list[tuple[int, list[int]]]:
+        """The ranks of which rows are taken, and the ranks of the new job that have them."""
+        found = []
+        for ranks in self._classes():
             first = ranks[0]
             if self._axis.index(first) >= self._size:
+                if len(ranks) == 1:
+                    continue
                 raise UsageError(
                     f"rank {first} speaks for others and is not in the first {self._size} replicas\n"
                     f"  keep at least {int(self._axis.index(first)) + 1}, or record the smaller job"
                 )
-            to = np.flatnonzero(np.isin(self._template, ranks)).tolist()
-            if to:
-                self._write(writer, role, first, to, mapper)
+            copies = np.flatnonzero(np.isin(self._template, ranks)).tolist()
+            if copies:
+                found.append((first, copies))
+        return found
 
-    def _classes(self) -> Iterator[tuple[int, Sequence[int]]]:
-        alone = set(self._reader.ranks)
-        for role, ranks in self._reader.roles.items():
-            alone -= set(ranks)
-            yield role, ranks
+    def _classes(self) -> Iterator[Sequence[int]]:
+        """Ranks with equal rows, but for what follows from their numbers."""
+        together, alone = alike_ranks(self._reader, self._reader.ranks)
+        for alike in together:
+            if alike.have(_KEPT):
+                yield alike.ranks
+            else:
+                alone += alike.ranks
         for rank in sorted(alone):
-            yield 0, (rank,)
+            yield (rank,)
 
-    def _write(self, writer: TraceWriter, role: int, rank: int, ranks: Sequence[int], mapper: Mapper) -> None:
+    def _here(self, rank: int) -> int:
+        """The number of an old rank in the new job."""
+        return int(self._axis.renumbered(np.int64(rank), self._axis.index(np.int64(rank)), self._size))
+
+    def _write(self, writer: TraceWriter, rank: int, ranks: Sequence[int], mapper: Mapper) -> None:
         units = self._reader.units(rank)
-        columns = {**units.columns(), **self._translated(units, rank)}
-        here = int(self._axis.renumbered(np.int64(rank), self._axis.index(np.int64(rank)), self._size))
-        role = int.from_bytes(hashlib.blake2b(f"{role} {rank} {ranks}".encode(), digest_size=8).digest(), "little") or 1
-        replaced = mapper.columns(_Units(columns), here, ranks)
-        add_alike(writer, ranks, columns, role=role, replaced=replaced)
+        changed = self._translated(units, rank)
+        role = int.from_bytes(hashlib.blake2b(f"{rank} {ranks}".encode(), digest_size=8).digest(), "little") or 1
+        replaced = mapper.columns(_Units(units, changed), self._here(rank), ranks)
+        add_alike(writer, ranks, {**units.columns(), **changed}, role=role, replaced=replaced)
         for kind, table in (
             (TableKind.STEPS, self._reader.steps(rank)), (TableKind.SCALARS, self._reader.scalars(rank)),
             (TableKind.EVENTS, self._reader.events(rank)), (TableKind.TRACKS, self._reader.tracks(rank)),
@@ -254,8 +293,7 @@ class _Grower:
 
     def _translated(self, units: Any, rank: int) -> dict[str, NDArray[Any]]:
         """Group ids, peers and counts of one rank's rows in the new job."""
-        axis = self._axis
-        here = int(axis.renumbered(np.int64(rank), axis.index(np.int64(rank)), self._size))
+        axis, here = self._axis, self._here(rank)
         groups = units.group_id.copy()
         peers = units.peer.copy()
         known = peers != ABSENT32
@@ -276,19 +314,19 @@ class _Grower:
 
 
 class _Units:
-    """Columns, as a table of units has them."""
+    """A table of units, some columns of which have other values."""
 
-    def __init__(self, columns: dict[str, Any]) -> None:
-        self._columns = columns
+    def __init__(self, units: Any, changed: dict[str, Any]) -> None:
+        self._units, self._changed = units, changed
 
     def __getattr__(self, name: str) -> Any:
-        return self._columns[name]
+        return self[name]
 
     def __getitem__(self, name: str) -> Any:
-        return self._columns[name]
+        return self._changed[name] if name in self._changed else self._units[name]
 
     def __len__(self) -> int:
-        return len(self._columns["kind"])
+        return len(self._units)
 
 
 def _rescale(units: Any, rows: Int64Array, counts: dict[str, Int64Array], *, before: int, after: int) -> None:

@@ -18,12 +18,11 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from prism_sdk.errors import UnsupportedError
+from prism_sdk.runtime.config import DEFAULT_MAX_ROLES
 from prism_sdk.runtime.groupids import stable_group_id
 
 Int32Array = NDArray[np.int32]
-
-MAX_ROLES = 64
-"""How many roles are found at most without being stated; each is a process that runs the program."""
 
 _REPLICAS = frozenset({"dp", "ddp", "data", "replicate", "replica", "replicas"})
 _SHARDS = frozenset({"shard", "shards", "fsdp", "zero"})
@@ -31,6 +30,16 @@ _MODEL = frozenset({
     "tp", "tensor", "pp", "pipe", "pipeline", "stage", "ep", "expert", "experts", "cp", "context", "sp", "sequence",
     "model", "embedding",
 })  # fmt: skip
+
+_PIPELINE, _EXPERT, _OTHER, _SHARD, _UNKNOWN = 0, 1, 4, 5, 6
+_AXES = {
+    _PIPELINE: frozenset({"pp", "pipe", "pipeline", "stage"}),
+    _EXPERT: frozenset({"ep", "expert", "experts"}),
+    2: frozenset({"cp", "context", "sp", "sequence"}),
+    3: frozenset({"tp", "tensor"}),
+}
+"""Kinds of model parallelism, those whose ranks are the least alike first: stages run other layers at other times,
+experts are sent other numbers of rows, parts of a sequence or a tensor only hold other values."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +89,32 @@ class Family:
         return repr(self.description) if self.description else "(no description)"
 
     @property
+    def words(self) -> set[str]:
+        """The words of its description."""
+        return set(re.split(r"[^a-z]+", self.description.lower()))
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it joins replicas and ranks of model parallelism, or replicas of a part of the model only."""
+        return bool(self.words & _REPLICAS and self.words & _MODEL)
+
+    @property
     def kind(self) -> str:
         """What its ranks are to each other: "replicas", "model", "shards", or "unknown"."""
-        words = set(re.split(r"[^a-z]+", self.description.lower()))
+        words = self.words
         if words & _SHARDS:
             return "shards"
         if words & _REPLICAS:
             return "replicas"
         return "model" if words & _MODEL else "unknown"
+
+    @property
+    def precedence(self) -> int:
+        """How soon it has to tell ranks apart where not all families can: `_PIPELINE` first, `_UNKNOWN` last."""
+        if self.kind != "model":
+            return _SHARD if self.kind == "shards" else _UNKNOWN
+        axes = [number for number, names in _AXES.items() if self.words & names]
+        return axes[0] if len(axes) == 1 else _OTHER
 
 
 class Families:
@@ -180,28 +207,36 @@ class RolePlan:
 
 
 def plan_of_groups(
-    families: Families, *, num_samples: int, wanted_ranks: Sequence[int] = (), max_roles: int = MAX_ROLES
+    families: Families, *, num_samples: int, wanted_ranks: Sequence[int] = (), max_roles: int = DEFAULT_MAX_ROLES
 ) -> RolePlan:  # fmt: skip
     """The plan that follows from process groups.
 
     Families of replicas and those of all ranks tell no ranks apart. Of the others, model parallel before shards before
-    unknown ones, and small groups first, each does as long as there are no more than `max_roles` roles; those left
-    over are named in the notes, for there the values are not those of the full job. `wanted_ranks` run as samples, with
-    all whom they meet in the families that tell roles apart: what these tell each other is their own then.
+    unknown ones, those whose ranks are the least alike first, and small groups first, each does as long as there are no
+    more than `max_roles` roles; those left over are named in the notes, for there the values are not those of the full
+    job. `wanted_ranks` run as samples, with all whom they meet in the families that tell roles apart: what these tell
+    each other is their own then.
+
+    Raises UnsupportedError where stages of a pipeline would be taken as replicas: they do other things, at other times.
     """
     world = families.world_size
     wanted = [one for one in families.all if 1 < one.size < world and one.kind != "replicas"]
-    order = {"model": 0, "shards": 1, "unknown": 2}
     keys = np.zeros(world, np.int64)
     used: list[str] = []
     telling: list[Family] = []
     notes: dict[str, None] = {}
-    for family in sorted(wanted, key=lambda one: (order[one.kind], one.size)):
+    for family in sorted(wanted, key=lambda one: (one.precedence, one.size)):
         merged = keys * (family.size + 1) + family.position_of + 1
         found, finer = np.unique(merged, return_inverse=True)
+        if len(found) > max_roles and family.precedence == _PIPELINE:
+            raise UnsupportedError(
+                f"the stages of {family.label} make {len(found)} roles, more than --max-roles {max_roles}, and "
+                "stages cannot be taken as replicas",
+                hint=f"allow a process for each: --max-roles {len(found)}, or more where other groups tell ranks apart",
+            )
         if len(found) > max_roles:
-            notes[f"ranks of {family.label} (groups of {family.size}) are taken as replicas: "
-                  f"telling them apart would need {len(found)} processes"] = None  # fmt: skip
+            notes[f"ranks of {family.label} (groups of {family.size}) are taken as replicas: telling them apart would "
+                  f"need {len(found)} processes, more than --max-roles {max_roles}"] = None  # fmt: skip
         elif len(found) > len(np.unique(keys)):
             used.append(f"{family.description or 'groups of'} {family.size}")
             telling.append(family)

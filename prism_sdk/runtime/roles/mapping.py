@@ -18,6 +18,9 @@ from prismtrace.model import ABSENT32, Op, UnitKind
 Int64Array = NDArray[np.int64]
 Codes = tuple[Int64Array, Int64Array]
 
+DIFFERING = ("group_id", "peer", "num_elements_in", "num_elements_out")
+"""The columns in which ranks of one role differ."""
+
 _ROOTED = (int(Op.BROADCAST), int(Op.SCATTER), int(Op.GATHER), int(Op.REDUCE))
 _MESSAGES = (int(UnitKind.SEND), int(UnitKind.RECV))
 

@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 from prism_sdk.errors import UnreadableError
 from prism_sdk.graph.folding import fold_alike
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.runtime.roles.mapping import DIFFERING
 from prism_sdk.simulate.loading import load
 from prismtrace import GraphKind, TableKind, TraceReader, TraceWriter, UnitTable, add_alike
 
 Int64Array = NDArray[np.int64]
-
-#: In which columns ranks of one role differ (mapping.py).
-_DIFFERING = ("group_id", "peer", "num_elements_in", "num_elements_out")
 
 
 @dataclass(frozen=True)
@@ -144,15 +142,15 @@ def _replaced(
     reader: TraceReader, units: UnitTable, ranks: Sequence[int]
 ) -> dict[str, tuple[Int64Array, Int64Array]]:  # fmt: skip
     """How the ranks of a role differ, as `add_alike` takes it: rows that differ in one way have one number."""
-    codes = {name: np.zeros(len(units), np.int64) for name in _DIFFERING}
-    own = {name: units[name] for name in _DIFFERING}
+    codes = {name: np.zeros(len(units), np.int64) for name in DIFFERING}
+    own = {name: units[name] for name in DIFFERING}
     for rank in ranks:
-        table = reader.units(rank, columns=_DIFFERING)
-        for name in _DIFFERING:
+        table = reader.units(rank, columns=DIFFERING)
+        for name in DIFFERING:
             if table[name] is not own[name]:
                 codes[name] = _finer(codes[name], table[name])
     found = {}
-    for name in _DIFFERING:
+    for name in DIFFERING:
         code = _finer(codes[name], own[name])
         _, first = np.unique(code, return_index=True)
         values = np.stack([_wide(reader.units(rank, columns=[name])[name][first]) for rank in ranks], axis=1)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from prism_sdk.errors import AsymmetryError, RunError, UnsupportedError
+from prism_sdk.errors import AsymmetryError, PrismError, RunError, UnsupportedError
 from prism_sdk.runtime.config import LaunchConfig, LaunchResult
 from prism_sdk.runtime.cpus import num_cpus
 from prism_sdk.runtime.launcher import run_job
@@ -20,7 +20,7 @@ from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.roles.coordinating import SCOUT, RoleCoordinator, RolesChanged
 from prism_sdk.runtime.roles.layout import RolePlan
 from prism_sdk.runtime.roles.mapping import Mapper
-from prism_sdk.runtime.roles.stating import stated_plan
+from prism_sdk.runtime.roles.stating import AUTO, stated_plan
 from prism_sdk.runtime.roles.verifying import Disagreement, disagreements
 from prism_sdk.runtime.roles.writing import write_all_ranks
 from prism_sdk.runtime.shards import merge_shards
@@ -54,24 +54,28 @@ def record_by_roles(
         except AsymmetryError as error:
             known = attempt.policy.plan
             if known is None or error.rank not in known.samples or start == _MAX_STARTS - 1:
-                if is_stated:
-                    error.hint = _blamed_on_layout(config, error.hint)
+                _blame_roles(error, config, known)
                 raise
             left_out.append(Disagreement(error.rank or 0, error.representative, None, 0, error.what))
             plan = replace(known, samples=tuple(rank for rank in known.samples if rank != error.rank))
             progress.say(f"{left_out[-1]}; the job starts again without that rank")
         except (RunError, UnsupportedError) as error:
-            if is_stated:
-                error.hint = _blamed_on_layout(config, error.hint)
+            _blame_roles(error, config, attempt.policy.plan)
             raise
     raise AssertionError("unreachable")
 
 
-def _blamed_on_layout(config: LaunchConfig, hint: str | None) -> str:
-    """The hint of a failure, where the user said which ranks do the same: that may be what is wrong, not the script."""
-    stated = f"the roles were stated, --roles {config.roles}: if ranks of one role do not do the same, this follows " \
-             "from it; try another layout, or --roles auto"  # fmt: skip
-    return stated if not hint else f"{stated}; else {hint}"
+def _blame_roles(error: PrismError, config: LaunchConfig, plan: RolePlan | None) -> None:
+    """Say in the hint of a failure which ranks were taken to do the same: that may be what is wrong, not the script."""
+    if plan is None or not (plan.notes or (config.roles or "").strip() != AUTO):
+        return
+    if plan.notes:
+        said = f"{'; '.join(plan.notes)}: if they do not do the same, this follows from it; let more processes run"
+    else:
+        stated = f"the roles were stated, --roles {config.roles}"
+        said = f"{stated}: if ranks of one role do not do the same, this follows from it; " \
+               "try another layout, or --roles auto"  # fmt: skip
+    error.hint = said if not error.hint else f"{said}; else {error.hint}"
 
 
 class _Attempt:
@@ -85,7 +89,8 @@ class _Attempt:
         self._plan, self._is_stated = plan, is_stated
         self.policy = RoleCoordinator(
             config.num_slots or num_cpus(), world_size=config.world_size, num_samples=config.num_samples,
-            sample_ranks=config.sample_ranks, plan=plan, is_stated=is_stated, pin=config.pin,
+            max_roles=config.max_roles, sample_ranks=config.sample_ranks, plan=plan, is_stated=is_stated,
+            pin=config.pin,
         )  # fmt: skip
 
     def run(self) -> LaunchResult:

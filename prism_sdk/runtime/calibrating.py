@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import PrismError, UnreadableError, UsageError
@@ -35,6 +35,8 @@ from prismtrace import TraceReader
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes; torch is loaded once for all. A context manager."""
 
+    make_forkserver: ClassVar[Callable[[], KeptForkServer]] = KeptForkServer
+
     def __init__(
         self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
         engine: RayEngine | None = None, *, num_devices: int = 0,
@@ -46,7 +48,7 @@ class SliceContext(CalibrationContext):
         self._work_dir = work_dir
         self._world_size = world_size
         self._progress = progress
-        self._forkserver = KeptForkServer()
+        self._forkserver = type(self).make_forkserver()
         self._make_host = partial(RankHost, start_server=self._forkserver.start)
 
     def __enter__(self) -> Self:

@@ -6,7 +6,6 @@ Responsible for the context a strategy sees; how to calibrate is the strategy's 
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,6 +28,7 @@ from prism_sdk.runtime.processes import KeptForkServer
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
 from prism_sdk.wording import counted
+from prism_sdk.workfolders import work_folder
 from prismtrace import TraceReader
 
 
@@ -161,18 +161,16 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     if config.engine is None:
-        work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
-        try:
-            with SliceContext(
-                config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
-            ) as context:
-                result = strategy.calibrate(context)
-        except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
-            lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
-            error.hint = "\n".join(lines).strip() or None
-            raise
-        finally:
-            shutil.rmtree(work_dir, ignore_errors=True)
+        with work_folder("prism-calibrate-", beside=config.output) as work_dir:
+            try:
+                with SliceContext(
+                    config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
+                ) as context:
+                    result = strategy.calibrate(context)
+            except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
+                lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
+                error.hint = "\n".join(lines).strip() or None
+                raise
     else:
         work_dir = kept_slices(config)
         with (

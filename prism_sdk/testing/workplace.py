@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prism_sdk.runtime.processes import KeptForkServer
+
 __all__ = ["Ended", "Workplace", "clean_environment", "serve"]
 
 _SERVE = "import sys; from prism_sdk.testing.workplace import serve; serve(sys.argv[1:])"
@@ -112,15 +114,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.communicate()
 
 
-class _Servers:
+class _Servers(KeptForkServer):
     """Fork servers that are kept: one for observed jobs, and one for others, whose hashes are repeatable."""
 
     def __init__(self) -> None:
-        self._kept: dict[str | None, Any] = {}
+        super().__init__()
+        self._kept: dict[str | None, KeptForkServer] = {}
 
     def start(self, environment: Mapping[str, str], *more: Any) -> Any:
-        from prism_sdk.runtime.processes import KeptForkServer
-
         key = environment.get("PYTHONHASHSEED")
         if key not in self._kept:
             self._kept[key] = KeptForkServer()

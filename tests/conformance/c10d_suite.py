@@ -61,7 +61,7 @@ def run_case(chosen: Case, ctx: Context) -> dict[str, Any]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the results and the cases' scratch files")
-    parser.add_argument("--ranks", type=int, metavar="N", help="fork a job of N ranks, where no launcher has started one")
+    parser.add_argument("--ranks", type=int, metavar="N", help="fork a job of N ranks: no launcher is there")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this case; may be repeated")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME", help="leave this case out")
     parser.add_argument("--no-slow", action="store_true", help="leave out the slow cases")

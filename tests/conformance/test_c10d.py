@@ -1,7 +1,7 @@
 """Runs the c10d suite under plain gloo and under Prism, and holds one against the other; the cases live elsewhere.
 
-The references run once a session, without a launcher. ``observe`` passes every call through, ``record`` computes every result itself with
-ranks that take turns: both must return what gloo returns.
+The references run once a session, without a launcher. ``observe`` passes every call through, ``record`` computes every
+result itself with ranks that take turns: both must return what gloo returns.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from prism_sdk.runtime.processes import KeptForkServer
 
 __all__ = ["Ended", "Workplace", "clean_environment", "serve"]
 
+_GRACE_S = 10.0
 _SERVE = "import sys; from prism_sdk.testing.workplace import serve; serve(sys.argv[1:])"
 
 
@@ -69,6 +70,7 @@ class Workplace:
         process.stdin.write(json.dumps(list(map(str, words))).encode() + b"\n")
         process.stdin.flush()
         if not select.select([process.stdout], [], [], self.timeout_s)[0]:
+            process.kill()
             self.close()
             raise TimeoutError(f"no end after {self.timeout_s:.0f} s: prism {' '.join(map(str, words))}")
         answer = process.stdout.readline()
@@ -110,7 +112,9 @@ def _after(size: int, file: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()  # its fork servers end with it
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=_GRACE_S)  # no further command comes: it ends its fork servers
+    process.kill()  # these end with it
     process.communicate()
 
 
@@ -129,6 +133,10 @@ class _Servers(KeptForkServer):
 
     def close(self) -> None:
         """Calibrations want to end theirs."""
+
+    def end(self) -> None:
+        for server in self._kept.values():
+            server.close()
 
 
 def serve(files: Sequence[str]) -> None:
@@ -150,3 +158,4 @@ def serve(files: Sequence[str]) -> None:
             with contextlib.suppress(ValueError):
                 stream.flush()
         print(int(code), file=answers)
+    servers.end()

@@ -15,8 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background jo
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # These start jobs of several processes, bind them to CPUs, time them or look for what they left behind in /dev/shm.
-LAUNCHING = (
-    "tests/conformance/", "tests/runtime/", "docs/trace-your-job.md", "docs/write-an-adapter.md",
+LAUNCHING = ("tests/runtime/", "docs/trace-your-job.md", "docs/write-an-adapter.md")
+
+# Files that take long, in the order of their begin beside those: many short ones at the end keep both workers busy.
+LONG = (
+    "tests/conformance/", "tests/architecture/test_layout.py", "plugins/fsdp/", "plugins/megatron/",
+    "plugins/deepspeed/", "plugins/pipelining/", "tests/simulate/", "tests/nccl/",
 )  # fmt: skip
 
 
@@ -37,15 +41,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return "launches" if nodeid.startswith(LAUNCHING) else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # files with the most tests first: they are not those that take longest
     return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with jobs, which together take longest, and skip tests marked ``gpu`` where there is no GPU.
+    """Begin with what takes longest, and skip tests marked ``gpu`` where there is no GPU.
 
     torch is imported only if a test marked ``gpu`` was collected.
     """
-    items.sort(key=lambda item: not item.nodeid.startswith(LAUNCHING))
+    places = [LAUNCHING, *LONG]
+    items.sort(key=lambda item: next((n for n, place in enumerate(places) if item.nodeid.startswith(place)), 99))
     marked = [item for item in items if item.get_closest_marker("gpu") is not None]
     if marked and not _has_gpu():
         for item in marked:

@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prism_sdk.abc import AssistContext
-
-_PATIENCE_S = 5.0
+from prism_sdk.runtime.processes import wait_or_kill
 
 
 @contextlib.contextmanager
@@ -60,11 +59,7 @@ def assistant(
         yield
     finally:
         process.terminate()
-        try:
-            process.wait(_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        wait_or_kill(process)
         summary = path.with_suffix(".json")
         if summary.exists():
             context.report(describe(json.loads(summary.read_text())))

@@ -7,14 +7,13 @@ called this server by its own name: a page that makes a foreign name point here 
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import html
 import json
 import os
 import re
 import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -26,6 +25,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from prism_sdk.errors import PrismError, UsageError
 from prism_sdk.report.page import asset
+from prism_sdk.workfolders import work_folder
 from prismtrace import PrismTraceError
 
 __all__ = ["TraceServer", "parse_range"]
@@ -81,6 +81,7 @@ class TraceServer:
         self._page, self._export = page, export
         self._pages: dict[tuple[int | None, int], bytes] = {}
         self._exported: tuple[int, Path] | None = None
+        self._folders = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, self))
         self._server.daemon_threads = True
@@ -107,8 +108,7 @@ class TraceServer:
             self._thread.join()
             self._thread = None
         self._server.server_close()
-        if self._exported is not None:
-            shutil.rmtree(self._exported[1].parent, ignore_errors=True)
+        self._folders.close()
 
     def __enter__(self) -> TraceServer:
         self._thread = threading.Thread(target=self.serve_forever, name="prism view", daemon=True)
@@ -155,8 +155,10 @@ class TraceServer:
         with self._lock:
             changed = self.path.stat().st_mtime_ns
             if self._exported is None or self._exported[0] != changed:
-                target = self._exported[1] if self._exported is not None else Path(
-                    tempfile.mkdtemp(prefix="prism-view-")) / "trace.pftrace.gz"  # fmt: skip
+                if self._exported is None:
+                    target = self._folders.enter_context(work_folder("prism-view-")) / "trace.pftrace.gz"
+                else:
+                    target = self._exported[1]
                 self._export(target)
                 self._exported = (changed, target)
             return self._exported[1]

@@ -6,13 +6,12 @@ Responsible for the context a strategy sees; how to calibrate is the strategy's 
 from __future__ import annotations
 
 import shutil
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self
 
 from prism_sdk.abc import CalibrationContext, CalibrationResult
 from prism_sdk.errors import PrismError, UnreadableError, UsageError
@@ -29,11 +28,14 @@ from prism_sdk.runtime.processes import KeptForkServer
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.runtime.shards import parts_directory
 from prism_sdk.wording import counted
+from prism_sdk.workfolders import work_folder
 from prismtrace import TraceReader
 
 
 class SliceContext(CalibrationContext):
     """Runs slices of the job that `config` describes; torch is loaded once for all. A context manager."""
+
+    make_forkserver: ClassVar[Callable[[], KeptForkServer]] = KeptForkServer
 
     def __init__(
         self, config: LaunchConfig, graph: Path, work_dir: Path, world_size: int, progress: Progress,
@@ -46,7 +48,7 @@ class SliceContext(CalibrationContext):
         self._work_dir = work_dir
         self._world_size = world_size
         self._progress = progress
-        self._forkserver = KeptForkServer()
+        self._forkserver = type(self).make_forkserver()
         self._make_host = partial(RankHost, start_server=self._forkserver.start)
 
     def __enter__(self) -> Self:
@@ -159,18 +161,16 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     strategy = PluginManager(named=config.plugins, only=("strategy",)).strategy(config.strategy or DEFAULT_STRATEGY)
     parts_directory(config.output).parent.mkdir(parents=True, exist_ok=True)
     if config.engine is None:
-        work_dir = Path(tempfile.mkdtemp(prefix="prism-calibrate-", dir=config.output.absolute().parent))
-        try:
-            with SliceContext(
-                config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
-            ) as context:
-                result = strategy.calibrate(context)
-        except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
-            lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
-            error.hint = "\n".join(lines).strip() or None
-            raise
-        finally:
-            shutil.rmtree(work_dir, ignore_errors=True)
+        with work_folder("prism-calibrate-", beside=config.output) as work_dir:
+            try:
+                with SliceContext(
+                    config, config.graph.absolute(), work_dir, world_size, progress, num_devices=num_devices
+                ) as context:
+                    result = strategy.calibrate(context)
+            except PrismError as error:  # what a slice left goes with the folder: nobody is to look for it
+                lines = [line for line in (error.hint or "").splitlines() if work_dir.name not in line]
+                error.hint = "\n".join(lines).strip() or None
+                raise
     else:
         work_dir = kept_slices(config)
         with (

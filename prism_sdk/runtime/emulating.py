@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -38,6 +36,7 @@ from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
 from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prism_sdk.wording import counted
+from prism_sdk.workfolders import work_folder
 from prismtrace import GraphKind, Op, TraceReader
 
 _RING_BYTES = 256 << 20
@@ -107,8 +106,7 @@ def run_sandbox(
 
     `on_devices`: it is a slice of a calibration on GPUs, where communication with virtual ranks is stood in for.
     """
-    work = Path(tempfile.mkdtemp(prefix="prism-emulate-"))
-    try:
+    with work_folder("prism-emulate-") as work:
         progress.doing("contracting the graph")
         backend = _backend(config)
         scripts, facts = _prepare(
@@ -135,8 +133,6 @@ def run_sandbox(
         finally:
             for fd in fds:
                 os.close(fd)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _backend(config: LaunchConfig) -> ReplayBackend | None:

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from prism_sdk.errors import PrismError, RankFailedError, RankKilledError, RunError
 from prism_sdk.runtime import wire
@@ -54,6 +54,9 @@ class RankProcess(Peer):
     signal_number: int | None = None
     error: str = ""
     summary: Mapping[str, object] = field(default_factory=dict)
+
+
+StartServer = Callable[..., tuple[ForkServer, wire.Channel]]
 
 
 class Policy(ABC):
@@ -96,11 +99,13 @@ class Policy(ABC):
 class RankHost:
     """Event loop over the fork server and the ranks of one launch."""
 
+    start_server: ClassVar[StartServer] = staticmethod(start_forkserver)  # where a launch names no other way
+
     def __init__(
         self, specs: Sequence[RankSpec], *, token: str, policy: Policy, environment: Mapping[str, str],
         descriptors: Sequence[int] = (), report: Callable[[str], None] = lambda text: None,
         interrupts: Interrupts | None = None, library: Path | None = None, adapters: Sequence[str] | None = None,
-        start_server: Callable[..., tuple[ForkServer, wire.Channel]] = start_forkserver,
+        start_server: StartServer | None = None,
     ) -> None:  # fmt: skip
         self.interrupts = interrupts or Interrupts()
         self.specs = {spec.rank: spec for spec in specs}
@@ -114,6 +119,7 @@ class RankHost:
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
         prepared = adapters_of(specs) if adapters is None else adapters
+        start_server = start_server or self.start_server
         self._forkserver, self._control = start_server(environment, descriptors, library, prepared)
         allow_descriptors(len(specs))
 

@@ -1,14 +1,13 @@
-"""Runs ``prism`` on a training script the way a user does, for tests of adapters. It holds no test."""
+"""Runs ``prism`` on training scripts and keeps apart what they write, for tests of adapters. It holds no test."""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from prism_sdk.testing.workplace import Workplace
 
 __all__ = ["Launched", "Launches", "losses"]
 
@@ -32,13 +31,18 @@ class Launches:
         plugin: module of the adapter's plugin, loaded also where its distribution is not installed.
         environment: variables on top of those of the test; those of Prism are taken away.
         timeout_s: no launch takes longer.
+        shared: whether launches share a process, and what it has loaded; else each is started as a user starts it.
     """
 
     folder: Path
     plugin: str | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 120.0
+    shared: bool = True
     _serial: int = 0
+
+    def __post_init__(self) -> None:
+        self._workplace = Workplace(self.folder, environment=self.environment, timeout_s=self.timeout_s)
 
     def run(
         self, verb: str, script: Path | str, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()
@@ -47,18 +51,10 @@ class Launches:
         self._serial += 1
         trace = self.folder / f"{verb}-{self._serial}.prism"
         plugin = ["--plugin", self.plugin] if self.plugin else []
-        command = [sys.executable, "-m", "prism_sdk.cli.main", verb, "-o", trace, *plugin, *options]
-        command += ["-m", "--", script] if isinstance(script, str) else ["--", script]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("PRISM_")}
-        if "PYTHONPATH" in environment:  # the launch is in another folder
-            places = [os.path.abspath(one) for one in environment["PYTHONPATH"].split(os.pathsep) if one]
-            environment["PYTHONPATH"] = os.pathsep.join(places)
-        environment |= {"OMP_NUM_THREADS": "1", **self.environment}
-        done = subprocess.run(
-            [str(word) for word in (*command, *arguments)], cwd=self.folder, env=environment, text=True,
-            capture_output=True, timeout=self.timeout_s, check=False,
-        )  # fmt: skip
-        return Launched(done.returncode, done.stdout, done.stderr, trace)
+        target = ["-m", "--", script] if isinstance(script, str) else ["--", script]
+        run = self._workplace.run if self.shared else self._workplace.run_apart
+        done = run(verb, "-o", trace, *plugin, *options, *target, *arguments)
+        return Launched(done.code, done.out, done.err, trace)
 
     def must(
         self, verb: str, script: Path | str, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()

@@ -1,6 +1,7 @@
 """Runs the c10d conformance cases in one rank and writes what each returned; launching and comparing are others' work.
 
     torchrun --nproc-per-node 4 c10d_suite.py --out DIR
+    python c10d_suite.py --out DIR --ranks 4
     prism record --nproc-per-node 4 --slots 2 -- c10d_suite.py --out DIR --only ddp
 
 Every rank appends to ``DIR/rank-N.pickles``: for each case its name with ``{"value": ...}`` or ``{"error": text}``. So
@@ -11,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import pickle
+import signal
+import socket
 import sys
 import time
 import traceback
@@ -57,12 +61,38 @@ def run_case(chosen: Case, ctx: Context) -> dict[str, Any]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="folder for the results and the cases' scratch files")
+    parser.add_argument("--ranks", type=int, metavar="N", help="fork a job of N ranks: no launcher is there")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="run this case; may be repeated")
     parser.add_argument("--skip", action="append", default=[], metavar="NAME", help="leave this case out")
     parser.add_argument("--no-slow", action="store_true", help="leave out the slow cases")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--case-timeout", type=float, default=120.0, help="seconds after which a case is a hang")
     return parser.parse_args()
+
+
+def fork_ranks(num_ranks: int) -> None:
+    """Return in each of `num_ranks` new processes, which share what was imported; this one ends when they have."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # as torchrun has it: cases ask torch whether it is there
+    os.environ.update(TORCHELASTIC_RUN_ID="none", LOCAL_WORLD_SIZE=str(num_ranks), WORLD_SIZE=str(num_ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    running = set()
+    for rank in range(num_ranks):
+        pid = os.fork()
+        if not pid:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            return
+        running.add(pid)
+    while running:
+        pid, status = os.wait()
+        running.discard(pid)
+        if status:
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"a rank ended with {os.waitstatus_to_exitcode(status)}")
+    sys.exit()
 
 
 def main() -> None:
@@ -74,6 +104,8 @@ def main() -> None:
     unknown = sorted({*args.only, *args.skip} - set(cases))
     if unknown or args.out is None:
         sys.exit(f"no case is called {', '.join(unknown)}: see --list" if unknown else "--out DIR is missing")
+    if args.ranks:
+        fork_ranks(args.ranks)
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))
     rank, world_size = dist.get_rank(), dist.get_world_size()

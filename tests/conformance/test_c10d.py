@@ -1,7 +1,7 @@
 """Runs the c10d suite under plain gloo and under Prism, and holds one against the other; the cases live elsewhere.
 
-The reference runs once a session. ``observe`` passes every call through, ``record`` computes every result itself with
-ranks that take turns: both must return what gloo returns.
+The references run once a session, without a launcher. ``observe`` passes every call through, ``record`` computes every
+result itself with ranks that take turns: both must return what gloo returns.
 """
 
 from __future__ import annotations
@@ -45,9 +45,18 @@ def prism(verb: str, world_size: int, trace: Path, *options: str) -> list[str]:
     return [sys.executable, "-m", "prism_sdk.cli.main", verb, where, "-o", str(trace), *options, "--"]
 
 
+def plain(world_size: int, out: Path, *extra: str) -> Path:
+    return run_suite([sys.executable], out, extra=("--ranks", str(world_size), *extra))
+
+
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_suite(torchrun(4), tmp_path_factory.mktemp("gloo") / "results")
+    return plain(4, tmp_path_factory.mktemp("gloo") / "results")
+
+
+@pytest.fixture(scope="session")
+def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plain(2, tmp_path_factory.mktemp("gloo") / "results", "--no-slow")
 
 
 @pytest.fixture(scope="session")
@@ -68,12 +77,12 @@ def test_observe_returns_what_gloo_returns(reference: Path, tmp_path: Path) -> N
 
 
 def test_observe_under_torchrun_returns_what_gloo_returns(
-    reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    reference_of_two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PRISM_MODE", "observe")
     monkeypatch.setenv("PRISM_OUTPUT", str(tmp_path / "real.prism"))
-    # what differs from the test above is how ranks are started
-    check(reference, run_suite(torchrun(4), tmp_path / "results", extra=("--no-slow",)), with_slow=False)
+    # what differs from the test above is how ranks are started: two are enough
+    check(reference_of_two, run_suite(torchrun(2), tmp_path / "results", extra=("--no-slow",)))
 
 
 def test_record_returns_what_gloo_returns(reference: Path, recorded: Path) -> None:
@@ -86,10 +95,15 @@ def test_record_with_one_slot_is_bit_identical(recorded: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_record_at_other_sizes_returns_what_gloo_returns(world_size: int, tmp_path: Path) -> None:
-    plain = run_suite(torchrun(world_size), tmp_path / "plain", extra=("--no-slow",))
+def test_record_at_other_sizes_returns_what_gloo_returns(
+    request: pytest.FixtureRequest, world_size: int, tmp_path: Path
+) -> None:
+    if world_size == 2:
+        expected: Path = request.getfixturevalue("reference_of_two")
+    else:
+        expected = plain(world_size, tmp_path / "plain", "--no-slow")
     launcher = prism("record", world_size, tmp_path / "bare.prism", "--slots", "2")
-    check(plain, run_suite(launcher, tmp_path / "recorded", extra=("--no-slow",)))
+    check(expected, run_suite(launcher, tmp_path / "recorded", extra=("--no-slow",)))
 
 
 def test_the_comparison_sees_differences(reference: Path, tmp_path: Path) -> None:

@@ -9,25 +9,16 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prism_sdk.testing.workplace import Ended, Workplace
 from prismtrace import TraceReader
 from tests.runtime.laboratory import Laboratory
 
 SECONDS = 120.0  # no launch of these tests takes longer, or it hangs: some take 60 where eight others want the CPUs
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
 
 
 def _default_signals() -> None:
@@ -39,8 +30,9 @@ def _default_signals() -> None:
 class Bench:
     """A folder, scripts in it, and commands run on them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, workplace: Workplace) -> None:
         self.folder = folder
+        self._workplace = workplace
         self.output = folder / "out.prism"
         self.mark = f"prism-test-{os.getpid()}-{time.monotonic_ns()}"
         self._running: list[subprocess.Popen[str]] = []
@@ -83,6 +75,11 @@ class Bench:
     def run(self, mode: str, script: Path | str, *options: str, **more: Any) -> Ended:
         return self.finish(self.prism(mode, script, *options, **more))
 
+    def run_shared(self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = ()) -> Ended:
+        """As `run`, for tests of what a job does and not of how it is started: in the workplace, and in its folder."""
+        flags = () if "-o" in options else ("-o", str(self.output))
+        return self._workplace.run(mode, *flags, *options, "--", script, *arguments)
+
     def metadata(self, path: Path | None = None) -> dict[str, str]:
         with TraceReader(path or self.output) as reader:
             return dict(reader.metadata)
@@ -119,14 +116,21 @@ class Bench:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    workplace = Workplace(tmp_path_factory.mktemp("workplace"))
+    yield workplace
+    workplace.close()
+
+
 @pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    bench = Bench(tmp_path)
+def bench(tmp_path: Path, workplace: Workplace) -> Iterator[Bench]:
+    bench = Bench(tmp_path, workplace)
     yield bench
     bench.close()
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+def lab(workplace: Workplace) -> Laboratory:
     """One for all tests: what one file has recorded another need not record again."""
-    return Laboratory(tmp_path_factory.mktemp("laboratory"))
+    return Laboratory(workplace)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,38 +16,31 @@ from typing import Any
 import numpy as np
 
 from prism_sdk.builtin.slices import write_times
+from prism_sdk.testing.workplace import Ended, Workplace
 from prismtrace import ABSENT, GraphKind, TraceReader, UnitKind
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SECONDS = 100.0
 RANKS = 4
 
 DDP = ("train_ddp.py", "--steps", "3", "--width", "32", "--layers", "2", "--batch", "8", "--precise")
 
 
-@dataclass(frozen=True)
-class Ended:
-    code: int
-    out: str
-    err: str
-
-
 @dataclass
 class Laboratory:
-    """Runs `prism` in one folder, and each recording only once."""
+    """Runs `prism` in one folder and one process, and each recording only once."""
 
-    folder: Path
+    workplace: Workplace
     serial: int = 0
     kept: dict[str, Path] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> Path:
+        return self.workplace.folder
+
     def run(self, mode: str, output: Path, program: tuple[str, ...], *options: str | Path) -> Ended:
         script = EXAMPLES / program[0] if not os.path.isabs(program[0]) else Path(program[0])
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PRISM_")} | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", output, *options, "--", script, *program[1:]]
-        done = subprocess.run(
-            list(map(str, command)), capture_output=True, text=True, timeout=SECONDS, cwd=self.folder, env=environment
-        )
-        return Ended(done.returncode, done.stdout, done.stderr)
+        run = self.workplace.run_apart if "--plugin" in options else self.workplace.run
+        return run(mode, "-o", output, *options, "--", script, *program[1:])
 
     def room(self, name: str) -> Path:
         """A folder for the scripts and results of one file of tests."""

@@ -49,7 +49,7 @@ def test_two_ranks_that_receive_from_each_other(bench: Any) -> None:
     dist.recv(torch.zeros(3), src=1 - rank, tag=7)
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "2")
     assert ended.code == 1
     assert "rank 0: recv tag 7" in ended.err and "rank 1: recv tag 7" in ended.err
 
@@ -65,15 +65,9 @@ MISMATCHES = [
 
 
 def test_mismatched_collectives_are_named_with_both_places(bench: Any) -> None:
-    running = []
-    for number, (call, _, _) in enumerate(MISMATCHES):
-        script = bench.script(START + f"""
-    {call}
-    """, name=f"train{number}.py")  # fmt: skip
-        output = str(bench.folder / f"{number}.prism")
-        running.append((script, bench.prism("record", script, "--nproc-per-node", "2", "-o", output)))
-    for (script, process), (_, field, values) in zip(running, MISMATCHES, strict=True):
-        ended = bench.finish(process)
+    for call, field, values in MISMATCHES:
+        script = bench.script(START + f"\n    {call}\n")
+        ended = bench.run_shared("record", script, "--nproc-per-node", "2")
         assert ended.code == 1
         assert f"the {field} differs" in ended.err
         assert f"rank 0: {values[0]} at {script}:6" in ended.err
@@ -99,7 +93,7 @@ def test_a_rank_that_waits_for_another_outside_torch_lends_its_slot(bench: Any) 
     dist.barrier()
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 0, ended.err
     assert "passed 0" in ended.out and "passed 1" in ended.out
 
@@ -154,7 +148,7 @@ NO_DEADLOCKS = [
 
 @pytest.mark.parametrize("body", NO_DEADLOCKS, ids=("future", "threads", "store"))
 def test_a_program_that_can_go_on_is_not_called_deadlocked(bench: Any, body: str) -> None:
-    ended = bench.run("record", bench.script(START + body), "--nproc-per-node", "2", "--slots", "1")
+    ended = bench.run_shared("record", bench.script(START + body), "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["4.0", "2", "4.0", "2"]
     assert run(["validate", str(bench.output)]) == 0
@@ -173,7 +167,7 @@ def test_threads_that_wait_for_each_other_for_ever_are_named(bench: Any) -> None
     dist.recv(torch.zeros(1), 1 - rank)
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 1
     assert "deadlocked: 2 ranks wait" in ended.err
 
@@ -195,7 +189,7 @@ def test_polling_until_completed_puts_the_result_in_place(bench: Any) -> None:
     print(f"{x.item()}\\n", end="")  # one write: the other rank writes to the same pipe
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "2")
     assert ended.out.split() == ["6.0", "6.0"]
 
 
@@ -206,7 +200,7 @@ def test_splits_of_an_all_to_all_that_do_not_fit_are_named(bench: Any) -> None:
     dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 3], [1, 3])
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "2")
     assert ended.code == 1
     assert "the byte count differs" in ended.err
     assert "expects 4 bytes" in ended.err or "expects 12 bytes" in ended.err
@@ -224,7 +218,7 @@ def test_a_message_that_is_not_contiguous_is_refused_as_by_gloo(bench: Any) -> N
             print(str("contiguous" in str(error)) + "\\n", end="")  # in one piece: ranks share the pipe
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "2")
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["True"] * 4
 
@@ -240,12 +234,12 @@ def test_a_program_without_steps_is_calibrated_and_emulated(bench: Any) -> None:
     """
     )
     bare, graph = str(bench.folder / "bare.prism"), str(bench.folder / "graph.prism")
-    assert bench.run("record", script, "--nproc-per-node", "2", "-o", bare).code == 0
-    ended = bench.run("calibrate", script, "--graph", bare, "--slots", "1", "-O", "passes=1", "-o", graph)
+    assert bench.run_shared("record", script, "--nproc-per-node", "2", "-o", bare).code == 0
+    ended = bench.run_shared("calibrate", script, "--graph", bare, "--slots", "1", "-O", "passes=1", "-o", graph)
     assert ended.code == 0, ended.err
-    ended = bench.run("emulate", script, "--graph", graph)
+    ended = bench.run_shared("emulate", script, "--graph", graph)
     assert ended.code == 0, ended.err
     assert ended.out.split() == ["[48.0,", "48.0,", "48.0]"]
     assert "not reached" not in ended.err
-    ended = bench.run("emulate", bench.script("print('something else')", "other.py"), "--graph", graph)
+    ended = bench.run_shared("emulate", bench.script("print('something else')", "other.py"), "--graph", graph)
     assert ended.code == 1 and "the graph has 5 operations, the program did none of them" in ended.err

@@ -146,7 +146,7 @@ SCRIPT = """
 
 def test_a_trace_says_the_same_of_calls_that_modes_and_profilers_see(bench: Any) -> None:
     """Once past the dispatcher, then under a mode, then under the profiler; and where a compiled graph breaks."""
-    ended = bench.run("observe", bench.script(SCRIPT), "--nproc-per-node", "2", "-q")
+    ended = bench.run_shared("observe", bench.script(SCRIPT), "--nproc-per-node", "2", "-q")
     assert ended.code == 0, ended.err
     with TraceReader(bench.output) as reader:
         units = reader.units(0)

@@ -219,7 +219,7 @@ def test_a_job_without_steps_whose_futures_cross(bench: Bench) -> None:
         ("calibrate", "--graph", str(bare), "-o", str(graph)),
         ("emulate", "--graph", str(graph), "--sandbox", "0", "-o", str(bench.output)),
     ):
-        ended = bench.run(verb, script, *options)
+        ended = bench.run_shared(verb, script, *options)
         assert ended.code == 0, ended.err
         if verb != "calibrate":
             assert "0 [1.0, 3.0] 1" in ended.out

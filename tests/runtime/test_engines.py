@@ -106,7 +106,7 @@ def test_machines_that_die_lose_nothing_that_was_finished(
     assert "2 slots over 2 machines" in said and "the job begins again on the 1 machine that is left" in said
     assert [len((ran / f"ran-{rank}").read_text()) for rank in range(3)] == [2, 2, 2]
     assert out == ""  # nothing of Ray's own
-    here = Launches(tmp_path).record(script, [str(ran)], num_ranks=3).trace
+    here = Launches(tmp_path, shared=False).record(script, [str(ran)], num_ranks=3).trace
     assert structure_differences(here, bare) == []
     with TraceReader(here) as one, TraceReader(bare) as reader:
         assert reader.metadata["job.status"] == "complete" and reader.ranks == (0, 1, 2)

@@ -17,7 +17,7 @@ START = """
 
 def test_sparse_tensors_are_refused(bench) -> None:  # type: ignore[no-untyped-def]
     script = bench.script(START + "    dist.all_reduce(torch.eye(3).to_sparse())\n")
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
     assert ended.code != 0
     assert "not supported: allreduce of sparse tensors" in ended.err
 
@@ -26,7 +26,7 @@ def test_sparse_tensors_pass_when_observed(bench) -> None:  # type: ignore[no-un
     script = bench.script(
         START + "    x = torch.eye(3).to_sparse()\n    dist.all_reduce(x)\n    assert x.to_dense().sum().item() == 6\n"
     )
-    ended = bench.run("observe", script, "--nproc-per-node", "2", "-q")
+    ended = bench.run_shared("observe", script, "--nproc-per-node", "2", "-q")
     assert ended.code == 0, ended.err
 
 
@@ -69,7 +69,7 @@ def test_lists_of_the_wrong_length_are_refused(bench) -> None:  # type: ignore[n
             raise SystemExit("a wrong list was accepted")
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
     assert ended.code == 0, ended.err
 
 
@@ -108,5 +108,5 @@ def test_tensors_are_dropped_when_torch_would_drop_them(bench) -> None:  # type:
     assert is_gone()
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1", "-q")
     assert ended.code == 0, ended.err

@@ -19,6 +19,7 @@ from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.launcher import launch
 from prism_sdk.runtime.processes import KeptForkServer
 from prism_sdk.runtime.progress import Progress
+from prism_sdk.workfolders import work_folder
 from prismtrace import TraceReader
 
 pytestmark = pytest.mark.timeout(90)
@@ -82,7 +83,7 @@ class Job:
     """A recorded job of two ranks, and slices of it, one after the other."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.others = folder, set(descendants_of(os.getpid()))
         self.script, self.bare = folder / "train.py", folder / "bare.prism"
         self.script.write_text(SCRIPT)
         record = LaunchConfig(LaunchMode.RECORD, str(self.script), self.bare, nproc_per_node=2, quiet=True)
@@ -97,6 +98,11 @@ class Job:
             config, self.bare, folder, 2, Progress(LaunchMode.CALIBRATE, quiet=True, environ=os.environ)
         )
 
+    def loader(self) -> int:
+        """The only process that a child of this one keeps for slices; others may be kept for other tests."""
+        (loader,) = set(descendants_of(os.getpid())) - self.others
+        return loader
+
     def seen(self, rank: int) -> dict[str, Any]:
         return dict(json.loads((self.folder / f"seen-{rank}").read_text()))
 
@@ -110,14 +116,19 @@ class Job:
         return self.seen(ranks[0])
 
 
+def touched() -> set[str]:
+    """What ranks of `SCRIPT` have left in /dev/shm; jobs beside this one have files there too."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("torch_") and name.endswith("_123_0")}
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    before = set(os.listdir("/dev/shm"))
+    others = set(descendants_of(os.getpid()))
     job = Job(tmp_path_factory.mktemp("kept"))
     with job.context:
         yield job
-    assert descendants_of(os.getpid()) == []
-    assert set(os.listdir("/dev/shm")) <= before
+    assert set(descendants_of(os.getpid())) <= others
+    assert touched() == set()
 
 
 def test_slices_share_the_imports_and_see_what_they_saw_without_that(job: Job) -> None:
@@ -133,22 +144,20 @@ def test_slices_share_the_imports_and_see_what_they_saw_without_that(job: Job) -
 
 
 def test_trouble_in_one_slice_is_named_and_gone_in_the_next(job: Job) -> None:
-    files = set(os.listdir("/dev/shm"))
     trouble = job.folder / "trouble"
     try:
         trouble.write_text("fail")
         with pytest.raises(RankFailedError, match="on purpose"):
             job.run(0)
-        assert set(os.listdir("/dev/shm")) <= files
+        assert touched() == set()
         trouble.write_text("kill")
         with pytest.raises(RunError, match=r"the fork server.* ended unexpectedly \(killed by SIGKILL\)"):
             job.run(0)
     finally:
         trouble.unlink()
-        for left in set(os.listdir("/dev/shm")) - files:  # of a server that could not clean up
+        for left in touched():  # of a server that could not clean up
             Path("/dev/shm", left).unlink()
-    (loader,) = descendants_of(os.getpid())
-    assert job.run(1)["loader"] == loader
+    assert job.run(1)["loader"] == job.loader()
 
 
 @pytest.fixture
@@ -205,3 +214,6 @@ def test_a_launcher_that_ends_between_slices_leaves_nothing(
         assert {path.name for path in bench.folder.iterdir()} - {"__pycache__"} == files
     else:
         assert ended.code == -number
+        (left,) = bench.folder.glob("prism-calibrate-*")
+        with work_folder("prism-calibrate-", beside=bench.output):  # as the next calibration does
+            assert not left.exists()

@@ -22,12 +22,11 @@ STRUCTURE = (
 def test_two_recordings_with_different_slots_are_equal(bench: Any) -> None:
     arguments = ("--steps", "3", "--width", "64", "--layers", "3", "--batch", "8", "--precise")
     outputs = [bench.folder / f"slots{slots}.prism" for slots in (1, 3)]
-    running = [
-        bench.prism("record", EXAMPLE, "--nproc-per-node", "4", "--slots", str(slots), "-o", str(output),
-                    arguments=arguments)
+    ended = [
+        bench.run_shared("record", EXAMPLE, "--nproc-per-node", "4", "--slots", str(slots), "-o", str(output),
+                         arguments=arguments)
         for slots, output in zip((1, 3), outputs, strict=True)
     ]  # fmt: skip
-    ended = [bench.finish(process) for process in running]
     assert [end.code for end in ended] == [0, 0], ended
     assert ended[0].out == ended[1].out and ended[0].out.count("loss") == 3
     with TraceReader(outputs[0]) as one, TraceReader(outputs[1]) as three:

@@ -57,14 +57,14 @@ def test_an_observed_trace_holds_the_chosen_steps_only(bench: Any, foreign: bool
             )
         )  # fmt: skip
     else:
-        ended = bench.run("observe", script, "--nproc-per-node", "2", "--steps", "2:4")
+        ended = bench.run_shared("observe", script, "--nproc-per-node", "2", "--steps", "2:4")
     assert ended.code == 0, ended.err
     _steps_kept(bench)
 
 
 def test_steps_that_make_no_sense_are_named_and_do_not_stop_a_run_of_another_launcher(bench: Any) -> None:
     script = bench.script(SCRIPT)
-    ended = bench.run("observe", script, "--nproc-per-node", "2", "--steps", "4:2")
+    ended = bench.run_shared("observe", script, "--nproc-per-node", "2", "--steps", "4:2")
     assert ended.code == 2 and "4:2" in ended.err
     ended = bench.finish(
         bench.start(

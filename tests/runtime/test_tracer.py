@@ -386,7 +386,7 @@ SCRIPT = """
 def test_a_real_program_with_checkpoints_and_two_optimizers(bench: Any, dummy: tuple[str, ...]) -> None:
     """Recomputation inside a backward is part of it, also where a checkpoint runs a backward of its own."""
     pytest.importorskip("torch")
-    ended = bench.run("observe", bench.script(SCRIPT), "-q", arguments=dummy)
+    ended = bench.run_shared("observe", bench.script(SCRIPT), "-q", arguments=dummy)
     assert ended.code == 0, ended.err
     losses = json.loads(ended.out)
     with TraceReader(bench.output) as reader:

@@ -160,7 +160,7 @@ def test_results_that_nobody_waits_for_are_there_after_a_barrier(bench: Any) -> 
         missing += not later.all()
     assert missing == 0, missing
     """)
-    ended = bench.run("record", script, "--nproc-per-node", "4", "--slots", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "4", "--slots", "2")
     assert ended.code == 0, ended.err
 
 

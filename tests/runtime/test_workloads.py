@@ -28,14 +28,13 @@ def losses(text: str) -> list[float]:
     return [float(value) for value in re.findall(r"^step \d+ loss (\S+)$", text, re.MULTILINE)]
 
 
-@pytest.mark.parametrize(("script", "num_ranks", "options"), CASES, ids=[f"{c[0][6:-3]}-{c[1]}" for c in CASES])
-def test_recorded_losses(bench, tmp_path, script, num_ranks, options):  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("script", "num_ranks", "model"), CASES, ids=[f"{c[0][6:-3]}-{c[1]}" for c in CASES])
+def test_recorded_losses(bench, tmp_path, script, num_ranks, model):  # type: ignore[no-untyped-def]
     if "qwen" in script:
         pytest.importorskip("transformers")
-    words = (str(EXAMPLES / script), *options, "--steps", "3", "--precise")
-    one_thread = {"OMP_NUM_THREADS": "1"}
+    words = (str(EXAMPLES / script), *model, "--steps", "3", "--precise")
     ranks = ("--nproc-per-node", str(num_ranks), "-q")
-    reference = bench.run("observe", words[0], *ranks, arguments=words[1:], env=one_thread)  # runs on gloo itself
+    reference = bench.run_shared("observe", words[0], *ranks, arguments=words[1:])  # runs on gloo itself
     assert reference.code == 0, reference.err
     wanted = losses(reference.out)
     assert len(wanted) == 3, reference.out
@@ -43,10 +42,8 @@ def test_recorded_losses(bench, tmp_path, script, num_ranks, options):  # type: 
     found = {}
     for num_slots in (1, 2):
         output = tmp_path / f"{num_slots}.prism"
-        ended = bench.run(
-            "record", words[0], *ranks, "--slots", str(num_slots), "-o", str(output),
-            arguments=words[1:], env=one_thread,
-        )  # fmt: skip
+        options = (*ranks, "--slots", str(num_slots), "-o", str(output))
+        ended = bench.run_shared("record", words[0], *options, arguments=words[1:])
         assert ended.code == 0, ended.err
         found[num_slots] = losses(ended.out)
         with TraceReader(output) as trace:

@@ -326,6 +326,13 @@ def test_a_slow_rank_agrees_with_a_real_run(tmp_path: Path) -> None:
     pytest.fail(f"predictions were off by {errors}")
 
 
+@pytest.fixture(scope="module")
+def example(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("example") / "job.prism"
+    subprocess.run([sys.executable, EXAMPLE, path], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -342,9 +349,7 @@ def test_a_slow_rank_agrees_with_a_real_run(tmp_path: Path) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_is_out_of_bounds_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+    example: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    path = tmp_path / "job.prism"
-    subprocess.run([sys.executable, EXAMPLE, path], check=True, stdout=subprocess.DEVNULL)
-    assert run([words[0], str(path), *words[1:]]) == 2
+    assert run([words[0], str(example), *words[1:]]) == 2
     assert message in capsys.readouterr().err

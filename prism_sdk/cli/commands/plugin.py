@@ -7,7 +7,6 @@ import keyword
 import re
 import shutil
 import string
-import tempfile
 from pathlib import Path
 
 import click
@@ -15,6 +14,7 @@ import click
 from prism_sdk.cli.output import echo_json
 from prism_sdk.errors import ExitCode, OutputError, UsageError
 from prism_sdk.wording import counted
+from prism_sdk.workfolders import work_folder
 
 # template -> where it goes; both may say $name
 _FILES = {
@@ -70,16 +70,16 @@ def _write(name: str, folder: Path) -> list[str]:
     written = []
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".prism-plugin-") as work:
+        with work_folder(".prism-plugin-", beside=folder) as work:
             for template, target in _FILES.items():
                 text = string.Template((templates / template).read_text(encoding="utf-8")).substitute(name=name)
                 written.append(string.Template(target).substitute(name=name))
-                path = Path(work) / "plugin" / written[-1]
+                path = work / "plugin" / written[-1]
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(text, encoding="utf-8")
             if folder.exists():
                 folder.rmdir()
-            shutil.move(Path(work) / "plugin", folder)
+            shutil.move(work / "plugin", folder)
     except OSError as error:
         raise OutputError(str(folder), reason=error.strerror or str(error)) from error
     return written

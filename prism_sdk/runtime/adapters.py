@@ -42,7 +42,19 @@ class Naming:
         self.used: set[str] = set()
         self.purposes: dict[str, str] = {}
         self.coordinates: dict[str, int] = {}
+        self.later: dict[int, TracerNamer] = {}  # tokens that another call leaves, and who entered
         self.is_open = True
+        if tracer is not None:
+            tracer.at_optimizer = self.end_late
+
+    def end_late(self) -> None:
+        """End stretches whose end has not come, although they are over."""
+        late = [token for token, *_ in self.stack if token in self.later]
+        for token in late[:1]:  # all others are inside
+            namer = self.later[token]
+            namer.leave(token)
+            namer.lower("a pass was never ended, as by an exception: what came behind it may have its names")
+        self.later.clear()
 
     def close(self) -> None:
         """From now on nothing that adapters say is kept."""
@@ -62,6 +74,7 @@ class Naming:
 
     def write(self) -> None:
         """Put into the shard what is no unit: fidelity, coordinates, purposes of groups."""
+        self.end_late()
         self.tracer.settle_notes()
         writer, rank = self.tracer.writer, self.tracer.rank
         for name, value in self.facts().items():
@@ -130,6 +143,8 @@ class TracerNamer:
         stack = self._stack
         if not stack or (token is not None and stack[-1][0] < token):
             return
+        if token is not None and stack[-1][0] != token and all(one[0] != token for one in stack):
+            return  # ended already, and others have begun since
         top, phase, named_phase, names, queued = stack.pop()
         if token is not None and top != token:
             while stack and stack[-1][0] >= token:
@@ -142,6 +157,14 @@ class TracerNamer:
         if phase or names is not tracer.names:
             tracer.switch(phase, named_phase, names)
         tracer.queued = queued
+
+    def ends_later(self, token: int) -> None:
+        """Another call will leave this stretch."""
+        later = self._naming.later
+        later[token] = self
+        if not token & 1023:
+            for ended in later.keys() - {one[0] for one in self._stack}:
+                del later[ended]
 
     def _forget(self) -> None:
         """Stretches that nobody ends would fill the memory of the rank."""

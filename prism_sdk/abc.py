@@ -251,7 +251,7 @@ class UnitNamer(Protocol):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether an enclosing stretch says a microbatch: its owner knows better than one that only counts."""
+        """Whether an enclosing stretch says a microbatch or a stage: its owner knows better than one who counts."""
 
     @property
     def num_optimizer_steps(self) -> int:

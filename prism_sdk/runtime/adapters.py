@@ -252,9 +252,9 @@ class TracerNamer:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether an enclosing stretch says a microbatch."""
+        """Whether an enclosing stretch says a microbatch or a stage."""
         stack, names = self._naming.stack, self._tracer.names
-        return bool(stack) and names is not None and names.microbatch is not None
+        return bool(stack) and names is not None and (names.microbatch is not None or names.stage is not None)
 
     @property
     def num_optimizer_steps(self) -> int:

@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.ending import undisturbed
-from prism_sdk.runtime.names import Names, Notes, name_columns
+from prism_sdk.runtime.names import PASSES, Names, Notes, name_columns
 from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
 from prismtrace import ABSENT, TraceWriter
@@ -134,7 +134,7 @@ class Tracer:
                 self._take_queued(row)
             elif self.parts_of_groups:
                 part = self.parts_of_groups.get((group.name, phase))
-                if part is not None and (names is None or names.part is None):
+                if part is not None and (names is None or names.part in PASSES):
                     row[NAMES] = part if names is None else names.with_part_of(part)
             self._open[unit] = self.step
             return unit

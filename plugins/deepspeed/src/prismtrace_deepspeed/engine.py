@@ -42,6 +42,7 @@ class Engine:
         self._namer = namer
         self._names: OfObjects[str] = OfObjects()  # parameter -> the module that has it
         self._known: OfObjects[bool] = OfObjects()
+        self._said_at = -1  # backward passes before the microbatch that units are said to belong to
 
     def around(self) -> Sequence[Around]:
         """The table of hooks."""
@@ -56,8 +57,16 @@ class Engine:
     def forward(self, engine: Any, *_: Any, **__: Any) -> int | None:
         if engine not in self._known:
             self._learn(engine)
-        if self._namer.is_scheduled or not sys.modules["torch"].is_grad_enabled():
+        torch = sys.modules["torch"]
+        if self._namer.is_scheduled or torch._C._current_graph_task_id() != -1:  # the latter: recomputed
             return None
+        backwards = self._namer.num_backward_passes
+        if not torch.is_grad_enabled():
+            if backwards != self._said_at:  # behind the backward pass of a microbatch: of none
+                self._said_at = backwards
+                self._namer.assume()
+            return None
+        self._said_at = backwards
         microbatch = engine.micro_steps % engine.gradient_accumulation_steps()
         self._namer.assume(microbatch=microbatch)
         return self._namer.enter("forward", microbatch=microbatch, part="forward")
@@ -69,6 +78,7 @@ class Engine:
         return self._namer.enter("backward", microbatch=microbatch, part="backward")
 
     def step(self, *_: Any, **__: Any) -> int:
+        self._namer.assume()  # all microbatches are over
         return self._namer.enter("optimizer", part="optimizer")
 
     def reduce(self, *_: Any, **__: Any) -> int:

@@ -29,14 +29,17 @@ class Compiler:
 
     def __init__(self) -> None:
         torch: Any = sys.modules.get("torch")
-        self._frames: Any = None if torch is None else torch._C._dynamo.eval_frame
-        self.looking: Callable[[], Any] = _nobody if torch is None else self._frames.get_eval_frame_callback
+        self._frames: Any = None
+        self.looking: Callable[[], Any] = _nobody
         """Gives what looks at the frames that this thread enters; None where nobody does."""
-        self.look: Callable[[Any], Any] = (lambda _: None) if torch is None else self._frames.set_eval_frame
+        self.look: Callable[[Any], Any] = id
         """Sets what looks at them."""
-        compiler = getattr(torch, "compiler", None)
-        self.follows: Callable[[], bool] = getattr(compiler, "is_dynamo_compiling", _never)
+        self.follows: Callable[[], bool] = _never
         """Whether it follows this call; the compiler itself knows the answer without asking."""
+        if torch is not None:
+            self._frames = torch._C._dynamo.eval_frame
+            self.looking, self.look = self._frames.get_eval_frame_callback, self._frames.set_eval_frame
+            self.follows = getattr(getattr(torch, "compiler", None), "is_dynamo_compiling", _never)
 
     def pass_by(self, function: Any) -> None:
         """Have the compiler skip the frames of a function, but not of those that it calls."""

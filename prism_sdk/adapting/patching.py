@@ -136,7 +136,7 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
     """A new function object each time: dynamo refuses two names of torch that share one."""
     before, after, leave, is_compiled = one.before, one.after, namer.leave, one.is_compiled
     compiler = Compiler()
-    looking, look = compiler.looking, compiler.look
+    follows, looking, look = compiler.follows, compiler.looking, compiler.look
 
     def fail(error: Exception) -> None:
         nonlocal before, after
@@ -149,7 +149,7 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
     compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it is called while compiling, once
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if compiler.follows():  # no frame of ours, and a graph in one piece stays one
+        if follows():  # no frame of ours, and a graph in one piece stays one
             if is_compiled:
                 compiled()
             return function(*args, **kwargs)

@@ -95,7 +95,7 @@ class Engine:
 
     def _learn(self, engine: Any) -> None:
         self._known[engine] = True
-        groups = [getattr(engine, "data_parallel_group", None)]
+        groups: list[Any] = [getattr(engine, "data_parallel_group", None)]
         for name, parameter in engine.module.named_parameters():
             self._names[parameter] = name.rpartition(".")[0] or "(root)"
             groups.append(getattr(parameter, "ds_process_group", None))  # over which ZeRO-3 shards it

@@ -49,11 +49,9 @@ class Naming:
 
     def end_late(self) -> None:
         """End stretches whose end has not come, although they are over."""
-        late = [token for token, *_ in self.stack if token in self.later]
-        for token in late[:1]:  # all others are inside
-            namer = self.later[token]
-            namer.leave(token)
-            namer.lower("a pass was never ended, as by an exception: what came behind it may have its names")
+        for token in [token for token, *_ in self.stack if token in self.later][:1]:  # all others are inside
+            self.later[token].lower("a pass was never ended, as by an exception: what is behind it may have its names")
+            self.later[token].leave(token)
         self.later.clear()
 
     def close(self) -> None:
@@ -104,9 +102,7 @@ class TracerNamer:
 
     def bind(self, naming: Naming) -> None:
         """From now on what it is told are the names of this rank."""
-        self._naming = naming
-        self._tracer = naming.tracer
-        self._stack = naming.stack
+        self._naming, self._tracer, self._stack = naming, naming.tracer, naming.stack
         self._known: dict[tuple[Any, ...], tuple[int, Names | None]] = {}  # what was said where -> phase, names
 
     def enter(
@@ -160,11 +156,10 @@ class TracerNamer:
 
     def ends_later(self, token: int) -> None:
         """Another call will leave this stretch."""
-        later = self._naming.later
-        later[token] = self
-        if not token & 1023:
-            for ended in later.keys() - {one[0] for one in self._stack}:
-                del later[ended]
+        self._naming.later[token] = self
+        if not token & 1023:  # those that have ended are not kept forever
+            later, opened = self._naming.later, {one[0] for one in self._stack}
+            self._naming.later = {token: later[token] for token in later.keys() & opened}
 
     def _forget(self) -> None:
         """Stretches that nobody ends would fill the memory of the rank."""
@@ -226,8 +221,7 @@ class TracerNamer:
         """Names for the next communication units of the innermost stretch."""
         if not self._naming.is_open:
             return
-        outer = self._tracer.names
-        queued: list[tuple[int, Names | None]] = []
+        outer, queued = self._tracer.names, list[tuple[int, Names | None]]()
         try:
             for one in reversed(names):
                 if not _FIELDS.issuperset(one):
@@ -334,7 +328,6 @@ def activate_adapters(
 ) -> Naming:  # fmt: skip
     """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
     naming = Naming(tracer, options)
-
     release_adapters(() if plugins else names)
     if not names:
         return naming

@@ -5,7 +5,7 @@
 eight: FSDP2 of eight logical ranks (gpu_table_job.py) is recorded and calibrated on the GPU with modelled transfers,
 and rank 0 emulated. Checked: bytes after each step are the recording's, the step is the one that calibration predicted.
 
-bytes: the jobs of gpu_table.py and of frameworks with few layers, four jobs at a time: bytes after each step of real
+bytes: the jobs of gpu_table.py and of frameworks with few layers, two jobs at a time: bytes after each step of real
 runs of two ranks (on the one GPU, by sockets) and of emulations of the first one.
 
 limit: with --device-memory an emulated rank must be refused just where what an observed run had on the device beside
@@ -60,7 +60,7 @@ CTAS = "2"
 OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={CTAS}")}
 SHARING = {"GPU_JOB_SHARES": "1", "NCCL_MAX_CTAS": CTAS}
 _ALL = (*FRAMEWORKS, *KINDS)
-EIGHT_STEPS = 3
+FEW_STEPS = 3
 EIGHT = {"TABLE_BLOCKS": "2", "TABLE_BATCH": "8"}
 
 
@@ -138,8 +138,8 @@ def eight(kind: str, folder: Path) -> dict[str, Any]:
     gate, bare, graph = folder / "open", folder / "bare.prism", folder / "graph.prism"
     gate.touch()
     runs = [
-        prism("record", bare, "dense", EIGHT_STEPS, "--payloads", "none", gate=gate, ranks=8, **EIGHT),
-        prism("calibrate", graph, "dense", EIGHT_STEPS, "--graph", str(bare), "-O", "passes=1", gate=gate, **EIGHT),
+        prism("record", bare, "dense", FEW_STEPS, "--payloads", "none", gate=gate, ranks=8, **EIGHT),
+        prism("calibrate", graph, "dense", FEW_STEPS, "--graph", str(bare), "-O", "passes=1", gate=gate, **EIGHT),
         prism("emulate", folder / "emulated.prism", "dense", STEPS, "--graph", str(graph), gate=gate, **EIGHT),
     ]
     for run in runs:
@@ -148,7 +148,7 @@ def eight(kind: str, folder: Path) -> dict[str, Any]:
             return {"failed": run.what}
     recorded, emulated = runs[0].said, runs[2].said
     predicted, step = _predicted_ms(graph), runs[2].step_ms
-    are_equal = emulated["MEMORY"]["parts"][:EIGHT_STEPS] == recorded["MEMORY"]["parts"]
+    are_equal = emulated["MEMORY"]["parts"][:FEW_STEPS] == recorded["MEMORY"]["parts"]
     found = {
         "bytes_as_recorded": are_equal, "peak_bytes": emulated["MEMORY"]["parts"][-1][1], "predicted_ms": predicted,
         "emulated_ms": round(step, 3), "apart_percent": round(100 * (step / predicted - 1), 3),
@@ -167,12 +167,12 @@ def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
     layers = {"TABLE_BLOCKS": "4" if kind in PAYLOADS else "2"}
     payloads = ("--payloads", PAYLOADS.get(kind, "none"))
     started = time.monotonic()
-    record = prism("record", bare, kind, RECORDED_STEPS, *payloads, gate=gate, **layers)
+    record = prism("record", bare, kind, FEW_STEPS, *payloads, gate=gate, **layers)
     port = 29800 + _ALL.index(kind)
     if REHEARSE:
-        first = prism("observe", folder / "real.prism", kind, RECORDED_STEPS, gate=gate, **layers)
+        first = prism("observe", folder / "real.prism", kind, FEW_STEPS, gate=gate, **layers)
     else:
-        first = over_nccl(f"real {kind}", words(kind, RECORDED_STEPS), gate=gate, port=port, shares=True, **layers)
+        first = over_nccl(f"real {kind}", words(kind, FEW_STEPS), gate=gate, port=port, shares=True, **layers)
     for run in (record, first):
         run.seconds = 150.0
         run.start()
@@ -181,7 +181,7 @@ def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
     if record.code or first.code:
         return {"failed": f"record {record.code}, real {first.code}"}
     with_transfers(bare, graph, 20_000)
-    emulated = prism("emulate", folder / "out.prism", kind, RECORDED_STEPS, "--graph", str(graph), gate=gate, **layers)
+    emulated = prism("emulate", folder / "out.prism", kind, FEW_STEPS, "--graph", str(graph), gate=gate, **layers)
     if not at_once(emulated):
         return {"failed": "emulate"}
     pairs = list(zip(emulated.said["MEMORY"]["parts"], first.said["MEMORY"]["parts"], strict=True))
@@ -208,7 +208,7 @@ def all_bytes(_: str, folder: Path) -> dict[str, Any]:
         except Exception as error:  # the others go on
             return {"failed": repr(error)}
 
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(2) as pool:
         results = dict(zip(_ALL, pool.map(one, _ALL), strict=True))
     print(json.dumps(results), flush=True)
     wrong = [kind for kind, found in results.items() if "failed" in found]

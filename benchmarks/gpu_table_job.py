@@ -219,7 +219,8 @@ def main() -> None:
     device = torch.device("cuda", local)
     torch.manual_seed(0)
     parameters, step = KINDS[kind](kind, device)
-    optimizer = torch.optim.SGD(parameters, lr=1e-4)
+    # of tensor parallelism some parameters are DTensors and some are not, which one fused step does not take
+    optimizer = torch.optim.SGD(parameters, lr=1e-4, foreach=kind != "tp")
     # ranks of one model read the same tokens
     wide = min(dist.get_world_size(), WIDEST) if kind in ("1f1b", "interleaved", "tp") else 1
     generator = torch.Generator(device=device).manual_seed(dist.get_rank() // wide)

@@ -231,6 +231,12 @@ class UnitNamer(Protocol):
     def leave(self, token: int | None = None) -> None:
         """End the stretch of this token and all inside it; without a token the innermost. Ended ones are passed by."""
 
+    def ends_later(self, token: int) -> None:
+        """Another call will leave this stretch, as a module's hook behind its forward pass does.
+
+        If an exception comes in its place, the next step of an optimizer ends the stretch, and the fidelity is lowered.
+        """
+
     def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Names for units outside of any stretch, until the next call or step of an optimizer."""
 
@@ -245,7 +251,7 @@ class UnitNamer(Protocol):
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether an enclosing stretch says a microbatch: its owner knows better than one that only counts."""
+        """Whether an enclosing stretch says a microbatch or a stage: its owner knows better than one who counts."""
 
     @property
     def num_optimizer_steps(self) -> int:

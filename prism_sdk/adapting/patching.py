@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, UnitNamer
+from prism_sdk.adapting.compiling import Compiler
 from prism_sdk.adapting.imports import AfterImport
 
 __all__ = ["Around", "PatchingAdapter", "find_hook", "version_in_bounds", "version_of"]
@@ -31,11 +32,15 @@ class Around:
     ``before`` gets the arguments of the call and returns the token of the stretch that it entered, or None. The stretch
     ends with the call. ``after`` gets what the call returned, then its arguments; not when the call raises.
     Both may raise: the hook is then left alone for the rest of the run and the fidelity is lowered.
+
+    What torch.compile compiles calls neither, and the fidelity is lowered. Not so with ``is_compiled=False``: this says
+    that the compiler never follows the function, so that a graph breaks there and Python calls it.
     """
 
     hook: AdapterHook
     before: Callable[..., int | None] | None = None
     after: Callable[..., None] | None = None
+    is_compiled: bool = True
 
 
 class PatchingAdapter(FrameworkAdapter):
@@ -129,39 +134,64 @@ class _Patches:
 
 def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Callable[..., Any]:
     """A new function object each time: dynamo refuses two names of torch that share one."""
-    before, after, leave = one.before, one.after, namer.leave
+    before, after, leave, is_compiled = one.before, one.after, namer.leave, one.is_compiled
+    compiler = Compiler()
+    follows, looking, look = compiler.follows, compiler.looking, compiler.look
 
     def fail(error: Exception) -> None:
         nonlocal before, after
         before = after = None
         namer.lower(f"{one.hook.module}.{one.hook.attribute}: {type(error).__name__}: {error}")
 
+    def compiled() -> None:
+        namer.lower(f"{one.hook.module}.{one.hook.attribute} is inside of what torch.compile compiled: not named there")
+
+    compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it is called while compiling, once
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if follows():  # no frame of ours, and a graph in one piece stays one
+            if is_compiled:
+                compiled()
+            return function(*args, **kwargs)
+        frames = looking()
         token = None
         if before is not None:
+            if frames is not None:
+                look(None)
             try:
                 token = before(*args, **kwargs)
             except Exception as error:
                 fail(error)
+            if frames is not None:
+                look(frames)
         try:
             result = function(*args, **kwargs)
             if after is not None:
+                if frames is not None:
+                    look(None)
                 try:
                     after(result, *args, **kwargs)
                 except Exception as error:
                     fail(error)
+                if frames is not None:
+                    look(frames)
         finally:
             if token is not None:
+                if frames is not None:
+                    look(None)
                 try:
                     leave(token)
                 except Exception as error:
                     is_token = isinstance(token, int)
                     fail(error if is_token else TypeError(f"before returned {token!r:.60}, which is no token of enter"))
+                if frames is not None:
+                    look(frames)
         return result
 
     for name in ("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__"):
         with contextlib.suppress(AttributeError, TypeError):
             setattr(wrapper, name, function if name == "__wrapped__" else getattr(function, name))
+    compiler.pass_by(wrapper)
     return wrapper
 
 

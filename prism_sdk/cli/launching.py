@@ -107,7 +107,7 @@ _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--moe-skew",
         type=Number(min=0),
         metavar="S",
-        help="Send expert e (e+1)^-S times as many tokens as the first.  [default: as recorded; else as routed]",
+        help="Give expert e (e+1)^-S times its share in the router.  [default: as recorded; else as routed]",
     ),
     option("--pin/--no-pin", default=True, help="Bind each running rank to cores of its own.  [default: --pin]"),
     option("--quiet", "-q", is_flag=True, help="Say nothing but errors."),

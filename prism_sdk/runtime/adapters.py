@@ -42,7 +42,17 @@ class Naming:
         self.used: set[str] = set()
         self.purposes: dict[str, str] = {}
         self.coordinates: dict[str, int] = {}
+        self.later: dict[int, TracerNamer] = {}  # tokens that another call leaves, and who entered
         self.is_open = True
+        if tracer is not None:
+            tracer.at_optimizer = self.end_late
+
+    def end_late(self) -> None:
+        """End stretches whose end has not come, although they are over."""
+        for token in [token for token, *_ in self.stack if token in self.later][:1]:  # all others are inside
+            self.later[token].lower("a pass was never ended, as by an exception: what is behind it may have its names")
+            self.later[token].leave(token)
+        self.later.clear()
 
     def close(self) -> None:
         """From now on nothing that adapters say is kept."""
@@ -62,6 +72,7 @@ class Naming:
 
     def write(self) -> None:
         """Put into the shard what is no unit: fidelity, coordinates, purposes of groups."""
+        self.end_late()
         self.tracer.settle_notes()
         writer, rank = self.tracer.writer, self.tracer.rank
         for name, value in self.facts().items():
@@ -91,9 +102,7 @@ class TracerNamer:
 
     def bind(self, naming: Naming) -> None:
         """From now on what it is told are the names of this rank."""
-        self._naming = naming
-        self._tracer = naming.tracer
-        self._stack = naming.stack
+        self._naming, self._tracer, self._stack = naming, naming.tracer, naming.stack
         self._known: dict[tuple[Any, ...], tuple[int, Names | None]] = {}  # what was said where -> phase, names
 
     def enter(
@@ -130,6 +139,8 @@ class TracerNamer:
         stack = self._stack
         if not stack or (token is not None and stack[-1][0] < token):
             return
+        if token is not None and stack[-1][0] != token and all(one[0] != token for one in stack):
+            return  # ended already, and others have begun since
         top, phase, named_phase, names, queued = stack.pop()
         if token is not None and top != token:
             while stack and stack[-1][0] >= token:
@@ -142,6 +153,13 @@ class TracerNamer:
         if phase or names is not tracer.names:
             tracer.switch(phase, named_phase, names)
         tracer.queued = queued
+
+    def ends_later(self, token: int) -> None:
+        """Another call will leave this stretch."""
+        self._naming.later[token] = self
+        if not token & 1023:  # those that have ended are not kept forever
+            later, opened = self._naming.later, {one[0] for one in self._stack}
+            self._naming.later = {token: later[token] for token in later.keys() & opened}
 
     def _forget(self) -> None:
         """Stretches that nobody ends would fill the memory of the rank."""
@@ -203,8 +221,7 @@ class TracerNamer:
         """Names for the next communication units of the innermost stretch."""
         if not self._naming.is_open:
             return
-        outer = self._tracer.names
-        queued: list[tuple[int, Names | None]] = []
+        outer, queued = self._tracer.names, list[tuple[int, Names | None]]()
         try:
             for one in reversed(names):
                 if not _FIELDS.issuperset(one):
@@ -229,9 +246,9 @@ class TracerNamer:
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether an enclosing stretch says a microbatch."""
+        """Whether an enclosing stretch says a microbatch or a stage."""
         stack, names = self._naming.stack, self._tracer.names
-        return bool(stack) and names is not None and names.microbatch is not None
+        return bool(stack) and names is not None and (names.microbatch is not None or names.stage is not None)
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -311,7 +328,6 @@ def activate_adapters(
 ) -> Naming:  # fmt: skip
     """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
     naming = Naming(tracer, options)
-
     release_adapters(() if plugins else names)
     if not names:
         return naming

@@ -31,7 +31,8 @@ def follow_training(
         # one function object for each name it is bound to: dynamo refuses two torch names that share one
         def engine_run_backward(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
-            if depth or not is_active():  # a checkpoint's recomputation runs a backward inside a backward
+            # a checkpoint's recomputation runs a backward inside a backward, and a compiler one to see what it does
+            if depth or not is_active() or _is_traced():
                 return original(t_outputs, *args, **kwargs)
             depth += 1
             tracer.backward_begins(_losses(t_outputs))
@@ -72,6 +73,13 @@ def follow_training(
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
+
+
+def _is_traced() -> bool:
+    """Whether what runs only becomes a graph."""
+    keys = torch._C._TorchDispatchModeKey
+    mode = torch._C._get_dispatch_mode
+    return mode(keys.PROXY) is not None or mode(keys.FUNCTIONAL) is not None
 
 
 def _fits(root: Any, gradient: Any) -> bool:

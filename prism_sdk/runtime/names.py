@@ -78,6 +78,7 @@ def checked_text(value: Any) -> str:
     return data.decode()
 
 
+PASSES = (None, "forward", "backward", "input_grad", "weight_grad")  # parts that say no more than the pass does
 FIELDS = ("phase", "microbatch", "stage", "model_chunk", "label", "part", "layer", "schedule")  # what is said, in order
 _KEPT = (int, str, np.integer, float, type(None))
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.ending import undisturbed
-from prism_sdk.runtime.names import Names, Notes, name_columns
+from prism_sdk.runtime.names import PASSES, Names, Notes, name_columns
 from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, END, MEMORY, NAMES, PHASE, columns_of
 from prismtrace import ABSENT, TraceWriter
@@ -67,6 +67,8 @@ class Tracer:
         self.num_backward_passes = 0
         self.named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
         self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
+        self.at_optimizer: Callable[[], None] = lambda: None
+        self._within: tuple[Names | None] | None = None  # around an optimizer that steps in a backward pass
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
         self.groups: dict[int, ProcessGroup] = {}
         self._notes = Notes()
@@ -132,7 +134,7 @@ class Tracer:
                 self._take_queued(row)
             elif self.parts_of_groups:
                 part = self.parts_of_groups.get((group.name, phase))
-                if part is not None and (names is None or names.part is None):
+                if part is not None and (names is None or names.part in PASSES):
                     row[NAMES] = part if names is None else names.with_part_of(part)
             self._open[unit] = self.step
             return unit
@@ -221,6 +223,11 @@ class Tracer:
     def optimizer_begins(self) -> None:
         if self.streams is not None:
             self.streams.follow()
+        if self.phase == Phase.BACKWARD:  # for a parameter whose gradient is there: the backward pass goes on behind it
+            self._enter(Phase.OPTIMIZER)
+            self._within, self.names = (self.names,), None
+            return
+        self.at_optimizer()
         self._enter(Phase.OPTIMIZER)
         if self.names is self.assumed:  # of the last microbatch
             self.names = None
@@ -228,7 +235,9 @@ class Tracer:
 
     def optimizer_ends(self) -> None:
         """A step may end here; it does once the next backward begins (several optimizers may step in a row)."""
-        self._enter(self.named_phase)
+        self._enter(self.named_phase if self._within is None else Phase.BACKWARD)
+        if self._within is not None:
+            (self.names,), self._within = self._within, None
         self._other_since = self.num_units
         self.num_optimizer_steps += 1
         if self._num_backwards:
@@ -351,8 +360,7 @@ class Tracer:
         self._steps = []
 
     def _more_of_steps(self, steps: Sequence[int]) -> dict[str, Any]:
-        """Further columns of these steps."""
-        return {}
+        return {}  # further columns of these steps
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
         columns = columns_of(rows)

@@ -147,6 +147,9 @@ class NullNamer:
     def leave(self, token: int | None = None) -> None:
         """Nothing."""
 
+    def ends_later(self, token: int) -> None:
+        """Nothing."""
+
     def assume(self, *, microbatch: int | None = None, stage: int | None = None, layer: str | None = None) -> None:
         """Nothing."""
 

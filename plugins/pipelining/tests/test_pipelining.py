@@ -93,6 +93,8 @@ def test_every_message_is_sent_and_received_once(job: Job, name: str) -> None:
     received: Counter[tuple[int | str | None, ...]] = Counter()
     for rank in range(NUM_RANKS):
         for unit in job.order(name, rank):
+            if unit.label == "shapes":
+                continue
             towards = 1 if unit.phase == "forward" else -1
             if unit.op == "send":
                 assert unit.stage is not None

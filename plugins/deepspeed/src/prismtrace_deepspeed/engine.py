@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, UnitNamer
-from prism_sdk.adapting import Around
+from prism_sdk.adapting import Around, OfObjects
 
 __all__ = ["HOOKS", "Engine"]
 
@@ -40,8 +40,9 @@ class Engine:
 
     def __init__(self, namer: UnitNamer) -> None:
         self._namer = namer
-        self._names: dict[int, str] = {}  # parameter -> the module that has it
-        self._known: set[int] = set()
+        self._names: OfObjects[str] = OfObjects()  # parameter -> the module that has it
+        self._known: OfObjects[bool] = OfObjects()
+        self._said_at = -1  # backward passes before the microbatch that units are said to belong to
 
     def around(self) -> Sequence[Around]:
         """The table of hooks."""
@@ -54,10 +55,18 @@ class Engine:
         ]
 
     def forward(self, engine: Any, *_: Any, **__: Any) -> int | None:
-        if id(engine) not in self._known:
+        if engine not in self._known:
             self._learn(engine)
-        if self._namer.is_scheduled or not sys.modules["torch"].is_grad_enabled():
+        torch = sys.modules["torch"]
+        if self._namer.is_scheduled or torch._C._current_graph_task_id() != -1:  # the latter: recomputed
             return None
+        backwards = self._namer.num_backward_passes
+        if not torch.is_grad_enabled():
+            if backwards != self._said_at:  # behind the backward pass of a microbatch: of none
+                self._said_at = backwards
+                self._namer.assume()
+            return None
+        self._said_at = backwards
         microbatch = engine.micro_steps % engine.gradient_accumulation_steps()
         self._namer.assume(microbatch=microbatch)
         return self._namer.enter("forward", microbatch=microbatch, part="forward")
@@ -69,6 +78,7 @@ class Engine:
         return self._namer.enter("backward", microbatch=microbatch, part="backward")
 
     def step(self, *_: Any, **__: Any) -> int:
+        self._namer.assume()  # all microbatches are over
         return self._namer.enter("optimizer", part="optimizer")
 
     def reduce(self, *_: Any, **__: Any) -> int:
@@ -76,7 +86,7 @@ class Engine:
 
     def gather(self, _: Any, params: Iterable[Any], *__: Any, **___: Any) -> int | None:
         """Called with what is really gathered: for the module at work, and for those that come next."""
-        names = dict.fromkeys(self._names.get(id(param), "(unknown)") for param in params)
+        names = dict.fromkeys(self._names.get(param) or "(unknown)" for param in params)
         if not names:
             return None
         layers = sorted(names)
@@ -84,10 +94,10 @@ class Engine:
         return self._namer.enter(part="param_gather", layer=",".join(layers[:_MOST_LAYERS]) + more)
 
     def _learn(self, engine: Any) -> None:
-        self._known.add(id(engine))
-        groups = [getattr(engine, "data_parallel_group", None)]
+        self._known[engine] = True
+        groups: list[Any] = [getattr(engine, "data_parallel_group", None)]
         for name, parameter in engine.module.named_parameters():
-            self._names[id(parameter)] = name.rpartition(".")[0] or "(root)"
+            self._names[parameter] = name.rpartition(".")[0] or "(root)"
             groups.append(getattr(parameter, "ds_process_group", None))  # over which ZeRO-3 shards it
         names = {str(group.group_name): "dp" for group in groups if hasattr(group, "group_name")}
         self._namer.purposes(names)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, UnitNamer
-from prism_sdk.adapting import Around, ScheduleParts
+from prism_sdk.adapting import Around, OfObjects, ScheduleParts
 
 __all__ = ["HOOKS", "SCHEDULE", "Pipeline"]
 
@@ -42,7 +42,7 @@ class Pipeline:
         self._namer = namer
         self._parts = ScheduleParts()
         self._count: Counter[str] = Counter()
-        self._known: set[int] = set()
+        self._known: OfObjects[bool] = OfObjects()
 
     def around(self) -> Sequence[Around]:
         """The table of hooks."""
@@ -55,8 +55,8 @@ class Pipeline:
         """Called with the schedule of a whole step."""
         self._parts.begin(num_forwards=pipe_schedule.micro_batches)
         self._count.clear()
-        if id(engine) not in self._known:
-            self._known.add(id(engine))
+        if engine not in self._known:
+            self._known[engine] = True
             self._learn(engine.grid)
         return self._namer.enter()
 

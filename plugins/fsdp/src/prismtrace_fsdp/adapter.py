@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, UnitNamer
-from prism_sdk.adapting import Around, PatchingAdapter
+from prism_sdk.adapting import Around, OfObjects, PatchingAdapter
 from prismtrace_fsdp.counting import Microbatches
 from prismtrace_fsdp.sharded import GROUP, STATE, Sharded
 from prismtrace_fsdp.wrapped import FORWARD, RUNTIME, Wrapped
@@ -50,12 +50,12 @@ class _Replicated:
     def __init__(self, namer: UnitNamer, microbatches: Microbatches) -> None:
         self._namer = namer
         self._microbatches = microbatches
-        self._known: set[int] = set()
+        self._known: OfObjects[bool] = OfObjects()
 
     def forward(self, module: Any, *_: Any, **__: Any) -> None:
         """Called at each forward pass of a DDP module. Its reducer is C++ and has no function to wrap."""
-        if id(module) not in self._known:
-            self._known.add(id(module))
+        if module not in self._known:
+            self._known[module] = True
             group = module.process_group
             name = str(group.group_name)
             self._namer.part_of_group(name, part="grad_sync", phase="backward")

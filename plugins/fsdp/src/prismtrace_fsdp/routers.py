@@ -66,9 +66,9 @@ class _Calls:
         self._namer = namer
         self._token: int | None = None
 
-    def begin(self, *_: Any, **__: Any) -> None:
-        if not _is_no_forward_pass():
-            self._token = self._namer.enter(label="routing")
+    def begin(self, *_: Any, **__: Any) -> int | None:
+        self._token = None if _is_no_forward_pass() else self._namer.enter(label="routing")
+        return self._token
 
     def routed(self, result: Any, *_: Any, **__: Any) -> None:
         """Called with what a router returned."""
@@ -101,7 +101,7 @@ class _Calls:
 
 
 def _is_no_forward_pass() -> bool:
-    """A recomputation in the backward pass decides the same again; while compiling there is nothing to count."""
+    """A recomputation in the backward pass decides the same again; in what is only traced there is nothing to count."""
     torch = sys.modules["torch"]
     return bool(torch._C._current_graph_task_id() != -1 or torch.compiler.is_compiling())
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, UnitNamer
-from prism_sdk.adapting import Around
+from prism_sdk.adapting import Around, OfObjects
 from prismtrace_fsdp.counting import Microbatches
 
 __all__ = ["GROUP", "STATE", "Sharded"]
@@ -31,19 +32,20 @@ class Sharded:
         self._microbatches = microbatches
         self._forward: dict[int, int] = {}  # state -> token of its layer's stretch
         self._backward: tuple[int, int] | None = None  # parameter group, and token of its layer's stretch
-        self._known: set[int] = set()
+        self._known: OfObjects[bool] = OfObjects()
 
     def around(self) -> Sequence[Around]:
-        """The table of hooks."""
-        return [
-            Around(GROUP["unshard"], before=self.gather),
-            Around(GROUP["wait_for_unshard"], before=self.gathered),
-            Around(GROUP["pre_backward"], after=self.layer_backward_begins),
-            Around(GROUP["post_backward"], before=self.reduce, after=self.layer_backward_ends),
-            Around(STATE["_pre_forward"], before=self.root_begins, after=self.layer_begins),
-            Around(STATE["_post_forward"], before=self.layer_ends),
-            Around(STATE["_root_post_backward_final_callback"], before=self.backward_ends),
-        ]
+        """The table of hooks. torch keeps its compiler out of all of them."""
+        calls: dict[AdapterHook, dict[str, Any]] = {
+            GROUP["unshard"]: {"before": self.gather},
+            GROUP["wait_for_unshard"]: {"before": self.gathered},
+            GROUP["pre_backward"]: {"after": self.layer_backward_begins},
+            GROUP["post_backward"]: {"before": self.reduce, "after": self.layer_backward_ends},
+            STATE["_pre_forward"]: {"before": self.root_begins, "after": self.layer_begins},
+            STATE["_post_forward"]: {"before": self.layer_ends},
+            STATE["_root_post_backward_final_callback"]: {"before": self.backward_ends},
+        }
+        return [Around(hook, **call, is_compiled=False) for hook, call in calls.items()]
 
     def gather(self, group: Any, *_: Any, **__: Any) -> int | None:
         if group._all_gather_result is not None:  # prefetched: the call does nothing
@@ -60,17 +62,34 @@ class Sharded:
 
     def root_begins(self, state: Any, *_: Any, **__: Any) -> None:
         """Before the parameters of the outermost module are gathered."""
-        if state._is_root is not False and state._state_ctx.iter_forward_root is None:
+        if state._is_root is False:
+            return
+        if (self._forward or self._backward is not None) and sys.modules["torch"]._C._current_graph_task_id() == -1:
+            self._end_failed(state)
+        if state._state_ctx.iter_forward_root in (None, state):  # the latter where its last pass has failed
             self._microbatches.forward(id(state))
+
+    def _end_failed(self, root: Any) -> None:
+        """A pass of this model begins in which no other is under way: what is open was left by an exception."""
+        own = {id(state) for state in root._state_ctx.all_states}
+        failed = [self._forward.pop(state) for state in own & self._forward.keys()]
+        if self._backward is not None:
+            failed.append(self._backward[1])
+            self._backward = None
+        if failed:
+            self._namer.lower("FSDP2: a pass was not ended, as by an exception: what came behind it may have its names")
+        for token in sorted(failed, reverse=True):
+            self._namer.leave(token)
 
     def layer_begins(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         group = _group_of(state)
         if group is None or id(state) in self._forward:  # `fully_shard([norm, head])`: each module calls, the last ends
             return
-        if id(group) not in self._known:
-            self._known.add(id(group))
+        if group not in self._known:
+            self._known[group] = True
             self._learn(group)
-        self._forward[id(state)] = self._namer.enter(layer=group._module_fqn or _ROOT)
+        token = self._forward[id(state)] = self._namer.enter(layer=group._module_fqn or _ROOT)
+        self._namer.ends_later(token)
 
     def layer_ends(self, state: Any, *_: Any, **__: Any) -> None:
         token = self._forward.pop(id(state), None)
@@ -82,7 +101,9 @@ class Sharded:
             if self._backward[0] == id(group):
                 return
             self._namer.leave(self._backward[1])
-        self._backward = (id(group), self._namer.enter(layer=group._module_fqn or _ROOT))
+        token = self._namer.enter(layer=group._module_fqn or _ROOT)
+        self._backward = id(group), token
+        self._namer.ends_later(token)
 
     def layer_backward_ends(self, _: Any, group: Any, *__: Any, **___: Any) -> None:
         if self._backward is not None and self._backward[0] == id(group):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, UnitNamer
-from prism_sdk.adapting import Around
+from prism_sdk.adapting import Around, OfObjects
 from prismtrace_fsdp.counting import Microbatches
 
 __all__ = ["FORWARD", "RUNTIME", "Wrapped"]
@@ -26,9 +26,8 @@ class Wrapped:
     def __init__(self, namer: UnitNamer, microbatches: Microbatches) -> None:
         self._namer = namer
         self._microbatches = microbatches
-        self._depth = 0
-        self._names: dict[int, str] = {}  # handle of flat parameters -> module
-        self._known: set[int] = set()
+        self._names: OfObjects[str] = OfObjects()  # handle of flat parameters -> module
+        self._known: OfObjects[bool] = OfObjects()  # outermost modules
 
     def around(self) -> Sequence[Around]:
         """The table of hooks."""
@@ -42,27 +41,27 @@ class Wrapped:
     def forward(self, module: Any, *_: Any, **__: Any) -> int:
         """Called at the forward pass of every wrapped module, the outermost first."""
         if module._is_root is not False:  # None before the first pass: then it is the outermost that comes first
-            if id(module) not in self._known and id(getattr(module, "_handle", None)) not in self._names:
+            if module not in self._known and getattr(module, "_handle", None) not in self._names:
                 self._learn(module)
-            if id(module) in self._known:
+            if module in self._known:
                 self._microbatches.forward(id(module))
-        return self._namer.enter(layer=self._names.get(id(module._handle), _ROOT))
+        return self._namer.enter(layer=self._names.get(module._handle) or _ROOT)
 
     def gather(self, _: Any, handle: Any, *__: Any, **___: Any) -> int:
-        return self._namer.enter(part="param_gather", layer=self._names.get(id(handle)))
+        return self._namer.enter(part="param_gather", layer=self._names.get(handle))
 
     def reduce(self, _: Any, handle: Any, *__: Any, **___: Any) -> int:
-        return self._namer.enter("backward", part="grad_sync", layer=self._names.get(id(handle)))
+        return self._namer.enter("backward", part="grad_sync", layer=self._names.get(handle))
 
     def backward_ends(self, *_: Any, **__: Any) -> int:
         return self._namer.enter("backward", part="grad_sync")
 
     def _learn(self, root: Any) -> None:
-        self._known.add(id(root))
+        self._known[root] = True
         for name, module in root.named_modules():
             handle = getattr(module, "_handle", None)
             if handle is not None:
-                self._names[id(handle)] = name.replace(_OWN, "").replace(_OWN[:-1], "").strip(".") or _ROOT
+                self._names[handle] = name.replace(_OWN, "").replace(_OWN[:-1], "").strip(".") or _ROOT
         group = root.process_group
         self._namer.purposes({str(group.group_name): "dp_shard"})
         self._namer.coordinates({"dp_shard": int(group.rank())})

@@ -66,9 +66,10 @@ class Experts:
 
 
 def skew_bias(num_experts: int, skew: float) -> list[float]:
-    """What to add to router logits so that expert e is chosen (e + 1) ** -skew times as often, before it learns.
+    """What to add to router logits so that the probability of expert e gets the factor (e + 1) ** -skew.
 
-    A softmax turns a constant that is added to a logit into a factor of its probability.
+    A softmax turns a constant that is added to a logit into a factor of its probability. How often it is among the
+    largest ones, which are chosen, is another matter.
     """
     return [-skew * math.log(expert + 1) for expert in range(num_experts)]
 

@@ -33,6 +33,11 @@ _MESSAGES = {  # hook -> phase, and what is sent
 }
 _BATCH = AdapterHook(_SCHEDULES, "_batch_p2p")
 _LOSS = AdapterHook(_SCHEDULES, "_PipelineSchedule._maybe_compute_loss", required=False)
+_SHAPES = tuple(
+    AdapterHook(_STAGE, f"{stage}._prepare_{what}_infra", required=False)
+    for stage in ("PipelineStage", "_PipelineStage")
+    for what in ("forward", "backward")
+)
 _STEPS = (
     AdapterHook(_SCHEDULES, "PipelineScheduleSingle._initialize_stage"),
     AdapterHook(_SCHEDULES, "PipelineScheduleMulti._initialize_stages"),
@@ -49,7 +54,7 @@ class PipeliningAdapter(PatchingAdapter):
 
     def hooks(self) -> Sequence[AdapterHook]:
         """Every hook of the adapter."""
-        return [_FORWARD, _BACKWARD, _WEIGHTS, _REDUCE, *_MESSAGES, _BATCH, _LOSS, *_STEPS]
+        return [_FORWARD, _BACKWARD, _WEIGHTS, _REDUCE, *_MESSAGES, _BATCH, _LOSS, *_SHAPES, *_STEPS]
 
     def around(self, namer: UnitNamer) -> Sequence[Around]:
         """What to do at the hooks."""
@@ -61,6 +66,7 @@ class PipeliningAdapter(PatchingAdapter):
             Around(_REDUCE, before=calls.reduce),
             Around(_BATCH, before=calls.batch),
             Around(_LOSS, before=calls.loss),
+            *(Around(hook, before=calls.shapes) for hook in _SHAPES),
             *(Around(hook, before=calls.step) for hook in _STEPS),
             *(Around(hook, after=calls.messages(*what)) for hook, what in _MESSAGES.items()),
         ]
@@ -85,6 +91,11 @@ class _Calls:
         if stage.group is not None:
             self._namer.purposes({str(stage.group.group_name): "pp"})
 
+    def shapes(self, stage: Any, *_: Any, **__: Any) -> int:
+        """The first step finds out what stages send each other: passes of no microbatch, also for who counts those."""
+        index = stage.stage_index
+        return self._namer.enter("other", stage=index, model_chunk=self._chunks.get(index), label="shapes")
+
     def forward(self, stage: Any, fwd_chunk_id: int, *_: Any, **__: Any) -> int:
         index = stage.stage_index
         return self._namer.enter(
@@ -94,14 +105,18 @@ class _Calls:
 
     def backward(
         self, stage: Any, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *_: Any, **__: Any
-    ) -> int:
+    ) -> int | None:
+        if not stage.has_backward:  # an evaluation: the call does nothing
+            return None
         index = stage.stage_index
         return self._namer.enter(
             "backward", microbatch=bwd_chunk_id, stage=index, model_chunk=self._chunks.get(index),
             part="backward" if full_backward else "input_grad", schedule=self._parts.backward(),
         )  # fmt: skip
 
-    def weights(self, stage: Any, bwd_chunk_id: int, *_: Any, **__: Any) -> int:
+    def weights(self, stage: Any, bwd_chunk_id: int, *_: Any, **__: Any) -> int | None:
+        if not stage.has_backward:
+            return None
         index = stage.stage_index
         return self._namer.enter(
             "backward", microbatch=bwd_chunk_id, stage=index, model_chunk=self._chunks.get(index),

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.bounds import MAX_BYTES
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
@@ -33,6 +34,8 @@ RankColumns: TypeAlias = dict[str, Array]
 #: What a program consists of, beside how its lanes follow from groups and peers.
 _STRUCTURE = ("kind", "phase", "op", "step", "seq", "tag", "awaits", "microbatch", "label", "dtype", "num_elements_in",
               "num_elements_out")  # fmt: skip
+_KINDS = [kind for kind in UnitKind if kind is not UnitKind.UNSPECIFIED]
+_MAX_ELEMENTS = MAX_BYTES // max(dtype.itemsize_bytes for dtype in DType)
 _ITEM_BYTES = np.zeros(256, dtype=np.int64)
 for _dtype in DType:
     _ITEM_BYTES[int(_dtype)] = _dtype.itemsize_bytes
@@ -122,6 +125,10 @@ class Loader:
         self._by_rank.append((structure.program, base, origin, stage, memory))
 
     def _structure(self, rank: int, c: RankColumns, first_index: int) -> _Structure:
+        if (unknown := ~np.isin(c["kind"], _KINDS)).any():
+            row = int(unknown.argmax())
+            raise GraphError(f"{self._source}: rank {rank} unit {first_index + row} is of kind {c['kind'][row]}, which "
+                             "is not known", hint="the trace is damaged, or of a newer version")  # fmt: skip
         made = self._room(len(c["kind"]))
         table = np.full(256, -1, dtype=np.int64)
         while True:
@@ -142,14 +149,22 @@ class Loader:
         heads = made["lane_row"][made["lane_of"][rows]]
         is_message = c["kind"][rows] != UnitKind.COLLECTIVE
         return _Structure(
-            program=self._program(c, made, num_holds), lanes=RankLanes.of(rank, c, made, num_lanes), rows=rows,
-            heads=heads, messages=rows[is_message], message_heads=heads[is_message],
+            program=self._program(rank, c, made, num_holds, first_index), rows=rows, heads=heads,
+            lanes=RankLanes.of(rank, c, made, num_lanes), messages=rows[is_message], message_heads=heads[is_message],
         )  # fmt: skip
 
-    def _program(self, c: RankColumns, made: Mapping[str, Array], num_holds: int) -> int:
+    def _program(
+        self, rank: int, c: RankColumns, made: Mapping[str, Array], num_holds: int, first_index: int
+    ) -> int:  # fmt: skip
         if self._with_sizes:
             count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
-            num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
+            if (wrong := (count != ABSENT) & ((count < 0) | (count > _MAX_ELEMENTS)) & (made["lane_of"] >= 0)).any():
+                row = int(wrong.argmax())
+                raise GraphError(f"{self._source}: rank {rank} unit {first_index + row} moves {count[row]} elements",
+                                 hint="the trace is damaged: record it again")  # fmt: skip
+            item = _ITEM_BYTES[c["dtype"]]
+            is_unknown = (count == ABSENT) | ((item == 0) & (count > 0))
+            num_bytes = np.where(is_unknown, -1, np.where(is_unknown, 0, count) * item)
         else:
             num_bytes = np.full(len(c["kind"]), -1, dtype=np.int64)
         part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}

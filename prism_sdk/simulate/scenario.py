@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS
+from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS, MAX_TIME_NS
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
 from prism_sdk.simulate.job import SimJob
@@ -237,9 +237,12 @@ def _time(text: str, whole: str) -> int:
         number = text.removesuffix(unit)
         if number != text:
             try:
-                return round(float(number) * _UNITS[unit])
+                time_ns = float(number) * _UNITS[unit]
             except ValueError:
                 break
+            if not 0 <= time_ns < MAX_TIME_NS:
+                raise UsageError(f"{text!r} in {whole!r} is no time from 0 to a hundred years")
+            return round(time_ns)
     raise UsageError(f"{text!r} in {whole!r} is not a time", hint="write 1.5s, 200ms, 10us or 5ns")
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.graph.errors import GraphDeadlockError
+from prism_sdk.bounds import MAX_TIME_NS
+from prism_sdk.graph.errors import GraphDeadlockError, GraphError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -160,6 +161,18 @@ def _slow_segments(job: SimJob) -> tuple[Int64Array, Int64Array, npt.NDArray[np.
     return begin, from_ns, np.array([f for s in chosen for f in s.factor], dtype=np.float64)
 
 
+def _check_length(job: SimJob) -> None:
+    """Raise where times may leave 64 bits: no clock goes beyond the sum of all weights of all ranks."""
+    length = np.append(0.0, np.cumsum(np.abs(job.main.astype(np.float64))))
+    gaps = np.append(0.0, np.cumsum(np.abs(job.side.astype(np.float64))))
+    begin, end = job.weight_base, job.weight_base + job.sizes
+    slowest = job.scale * max([1.0, *(factor for slow in job.slowdowns.values() for factor in slow.factor)])
+    total = ((length[end] - length[begin]) * np.maximum(slowest, 1.0) + gaps[end] - gaps[begin]).sum()
+    if not total + float(np.ptp(job.origin_ns) if job.num_ranks else 0) < 2 * MAX_TIME_NS:
+        raise GraphError(f"{job.source}: the times of all units together are {total / 1e9:.3g} s: too long to add up",
+                         hint="are its times and the factors of the changes right?")  # fmt: skip
+
+
 def simulate(job: SimJob) -> Timeline:
     """When every unit of the job starts and ends, to the nanosecond; the cost is linear in units.
 
@@ -167,7 +180,9 @@ def simulate(job: SimJob) -> Timeline:
 
     Raises:
         GraphDeadlockError: units of several ranks wait for each other in a circle.
+        GraphError: times are so long that their sum leaves 64 bits.
     """
+    _check_length(job)
     p, lanes = job.programs, job.lanes
     total, num_collectives, num_ranks = lanes.total_events, lanes.num_collectives, job.num_ranks
     remaining = np.repeat(lanes.num_members, lanes.num_events).astype(np.int32)

@@ -25,6 +25,7 @@ from prismtrace import Op, UnitKind
 __all__ = ["lane_shapes", "with_cluster"]
 
 Int64Array = npt.NDArray[np.int64]
+_OPS = frozenset(int(op) for op in Op if op is not Op.UNSPECIFIED)
 #: Eleven days: sums of thousands of transfers stay within 64 bits.
 LONGEST_NS = 1e15
 
@@ -84,7 +85,7 @@ def with_cluster(
             op = int(Op.RECV if kind[row] == UnitKind.RECV else job.programs.op[rows][row])
             if num_bytes < 0 and op == Op.BARRIER:
                 num_bytes = 0
-            if num_bytes < 0 or op == 0:
+            if num_bytes < 0 or op not in _OPS:
                 without_size += 1
                 main[row] = 0 if main[row] == UNKNOWN_TRANSFER else main[row]
                 continue

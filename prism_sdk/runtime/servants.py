@@ -5,6 +5,7 @@ Responsible for that process and its answers; which tasks there are, and where t
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from typing import Protocol
 from prism_sdk.errors import PrismError
 from prism_sdk.runtime.host import RankHost
 from prism_sdk.runtime.parents import die_with_parent
-from prism_sdk.runtime.processes import KeptForkServer
+from prism_sdk.runtime.processes import KeptForkServer, wait_or_kill
 
 REFUSED = 2
 """What a task ends with that Prism itself ended with an error: it would do so again."""
@@ -77,10 +78,18 @@ class Servant:
         except OSError:
             answer = ""
         code = int(answer) if answer else self._process.wait() or _FAILED
-        if code not in (0, REFUSED):
-            self._process.wait()
         self._said.seek(begin)
-        return code, self._said.read().decode(errors="replace")
+        said = self._said.read().decode(errors="replace")
+        if code not in (0, REFUSED):
+            self.close()
+        return code, said
+
+    def close(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            self._answers.close()
+        wait_or_kill(self._process)
+        self._said.close()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -104,7 +104,7 @@ def with_cluster(
             used[found.basis.split(",")[0]] += 1
         out.put(position, (mine, theirs), main, job.side[weights], provenance)
     most = (f"{name} ({counted(count, 'unit', separator=',')})" for name, count in used.most_common(4))
-    notes = [f"transfers of {cluster.name}: {', '.join(most)}"]
+    notes = [f"transfers of {cluster.name}: {', '.join(most) or 'none'}"]
     errors = [item.error_percent for item in cache.values() if item.error_percent]
     if errors:
         notes.append(

@@ -44,7 +44,7 @@ sys.path.insert(1, str(Path(__file__).parents[1]))
 
 import eight_gpus_report as report
 import gpu_table
-from gpu_checks import made_up_times
+from gpu_runs import with_transfers
 from gpu_table import RECORDED_STEPS, Run, prism
 
 JOBS = ("moe", "dense", "hsdp", "1f1b", "tp", "interleaved", "ddp")
@@ -283,7 +283,7 @@ class Benchmark:
         rank = self.rank_of(job)
         recorded = self._small("record", bare, job, "--payloads", "full")
         real = self._small("observe", self.folder / f"{job}-small-real.prism", job)
-        made_up_times(bare, graph)
+        with_transfers(bare, graph, 20_000)
         options = ("--graph", str(graph), "--sandbox", str(rank))
         emulated = self._small("emulate", self.folder / f"{job}-small-emulated.prism", job, *options)
         self.results.setdefault(job, {})["losses"] = {

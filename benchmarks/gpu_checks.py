@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from gpu_runs import Ran, compare_memory, losses, prism, real
+from gpu_runs import Ran, compare_memory, losses, prism, real, with_transfers
 
 REPEATS = int(os.environ.get("GPU_CHECK_REPEATS", "5"))
 TIMED = {  # steps of more than 100 ms on an H200
@@ -188,7 +188,7 @@ def check_emulate(folder: Path, num_devices: int) -> bool:
     source, words = folder / "recorded.prism", WORKLOADS["fsdp2"]
     recorded = prism("record", source, *words, ranks=2)
     recorded.show("record fsdp2, 2 ranks")
-    graph = made_up_times(source, folder / "graph.prism")
+    graph = with_transfers(source, folder / "graph.prism", 20_000)
     emulated = prism("emulate", folder / "emulated.prism", *words, ranks=2, options=("--graph", str(graph)))
     emulated.show("emulate fsdp2, rank 0 of 2")
     same = losses(emulated)[:1] == losses(recorded)[:1]
@@ -261,26 +261,6 @@ def check_limit(folder: Path, num_devices: int) -> bool:
             good = good and found.get("total") == found.get("seen") == limit
             good = good and abs(found.get("num", 0) - wanted) <= (0 if is_whole else 1)
     return good
-
-
-def made_up_times(source: Path, output: Path) -> Path:
-    """A recording with times that nobody measured, for the values alone."""
-    import numpy as np
-
-    from prism_sdk.builtin.slices import write_times
-    from prismtrace import ABSENT, GraphKind, TraceReader, UnitKind
-
-    columns = {}
-    with TraceReader(source) as reader:
-        for rank in reader.ranks:
-            kind = reader.units(rank).kind
-            talks = np.isin(kind, [UnitKind.COLLECTIVE, UnitKind.SEND, UnitKind.RECV])
-            columns[rank] = {
-                "transfer_ns": np.where(talks, 20_000, ABSENT),
-                "gap_ns": np.where(kind == UnitKind.COMPUTE, 0, ABSENT),
-            }
-    write_times(source, columns, output, GraphKind.CALIBRATED, {}, with_payloads=True)
-    return output
 
 
 CHECKS = {

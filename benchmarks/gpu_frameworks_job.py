@@ -27,6 +27,8 @@ SMALL = "--small" in sys.argv
 WIDTH, LENGTH, HEADS, LAYERS = (64, 16, 4, 4) if SMALL else (4096, 2048, 32, 8)
 VOCABULARY, MICROBATCHES = (64, 2) if SMALL else (32_000, 4)
 ZERO_LAYERS = 4 if SMALL else 24
+if "TABLE_BLOCKS" in os.environ:
+    LAYERS = ZERO_LAYERS = int(os.environ["TABLE_BLOCKS"])
 
 Step = Callable[[], float]
 

@@ -1,4 +1,4 @@
-"""Compares steps of real runs on two GPUs with emulations on one, job by job, in turns.
+"""Compares steps of real runs on two GPUs with emulations on one, job by job, in turns; on one GPU only their bytes.
 
     python benchmarks/gpu_table.py [dense] [moe] [ddp] [1f1b] [interleaved] [tp] [--rehearse]
     python benchmarks/gpu_table.py megatron-tp megatron-pp zero3 [--rehearse]
@@ -25,6 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from prism_sdk.runtime.gpus import num_gpus
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "benchmarks" / "gpu_table_job.py"
@@ -112,13 +116,14 @@ def words(kind: str, steps: int) -> list[str]:
 
 
 def prism(
-    mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path, ranks: int = 2, **more: str
-) -> Run:
-    """The job under `prism MODE`, with `more` in its environment."""
+    mode: str, output: Path, kind: str, steps: int, *options: str, gate: Path, ranks: int = 2,
+    script: Sequence[str] = (), **more: str,
+) -> Run:  # fmt: skip
+    """The job (or another script with its arguments) under `prism MODE`, with `more` in its environment."""
     device = ["--device", "cpu"] if REHEARSE else []
     size = [] if mode in ("calibrate", "emulate") else ["--nproc-per-node", str(ranks)]
     command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *device, *options, "--"]
-    return Run(f"{mode} {kind}", [(command + words(kind, steps), more)], gate)
+    return Run(f"{mode} {kind}", [(command + list(script or words(kind, steps)), more)], gate)
 
 
 def in_turns(runs: Sequence[Run], *, may_go_on: Callable[[Run], bool] = lambda run: True) -> list[Run]:
@@ -142,14 +147,20 @@ def real(folder: Path, kind: str, number: int) -> Run:
     gate = folder / f"gate-real-{kind}-{number}"
     if REHEARSE:
         return prism("observe", folder / f"real-{kind}-{number}.prism", kind, STEPS, gate=gate)
-    port = str(29600 + 10 * (*KINDS, *FRAMEWORKS, "hsdp").index(kind) + number)
-    commands = [
-        ([sys.executable, *words(kind, STEPS)],
-         {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-          "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-        for rank in range(2)
-    ]  # fmt: skip
-    return Run(f"real {kind}", commands, gate)
+    port = 29600 + 10 * (*KINDS, *FRAMEWORKS, "hsdp").index(kind) + number
+    return over_nccl(f"real {kind}", words(kind, STEPS), gate=gate, port=port, shares=num_gpus() == 1)
+
+
+def over_nccl(what: str, script: Sequence[str], *, gate: Path, port: int, shares: bool, **more: str) -> Run:
+    """A script on two ranks without Prism; on one GPU, which `shares` says, they talk by sockets."""
+    commands = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}  # fmt: skip
+        if shares:  # NCCL lets ranks share a GPU that say they are on different hosts
+            own |= {"LOCAL_RANK": "0", "NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        commands.append(([sys.executable, *script], own))
+    return Run(what, commands, gate)
 
 
 def at_once(run: Run) -> bool:

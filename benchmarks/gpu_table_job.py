@@ -4,7 +4,8 @@
 
 KIND: dense and moe (FSDP2), hsdp (FSDP2 in groups of half the ranks, replicated twice), ddp, 1f1b and interleaved
 (torch's pipelining), tp (DTensor). Written for any even number of GPUs and NCCL, and for `prism`: pipelines and tensor
-parallelism are at most four wide, and what is left of the ranks replicates that (DDP). It says its steps, losses and
+parallelism are at most four wide, and what is left of the ranks replicates that (DDP). TABLE_BLOCKS and TABLE_BATCH
+are other numbers of layers and of sequences. It says its steps, losses and
 bytes after each step, and what it held where the device had no more; and it waits for the file GATE before it opens a
 GPU, if that is set: the next run can load torch meanwhile.
 """
@@ -34,7 +35,11 @@ LENGTH, WIDTH, HEADS = (16, 64, 4) if SMALL else (4096, 4096, 32)
 EXPERTS, TOP, HIDDEN, MOE_WIDTH = (8, 2, 32, 64) if SMALL else (128, 8, 768, 2048)  # Qwen3-30B-A3B
 MICRO_BATCHES = 4
 NUM_BLOCKS = {"dense": 8, "hsdp": 8, "moe": 4, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 14}
+if "TABLE_BLOCKS" in os.environ:
+    NUM_BLOCKS = dict.fromkeys(NUM_BLOCKS, int(os.environ["TABLE_BLOCKS"]))
 BATCH = {"dense": 2, "hsdp": 2, "moe": 8, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 2}
+if "TABLE_BATCH" in os.environ:
+    BATCH = dict.fromkeys(BATCH, int(os.environ["TABLE_BATCH"]))
 WIDEST = int(os.environ.get("TABLE_WIDEST", "4"))  # pipelines and tensor parallelism
 
 
@@ -205,6 +210,9 @@ def main() -> None:
     while gate and not os.path.exists(gate):
         time.sleep(0.05)
     local = int(os.environ["LOCAL_RANK"])
+    if "GPU_JOB_SHARES" in os.environ:  # NCCL lets ranks share a GPU that say they are on different hosts
+        local %= torch.cuda.device_count()
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(local)
     dist.init_process_group("nccl")
     kind, steps = sys.argv[1], int(sys.argv[2])

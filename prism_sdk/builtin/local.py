@@ -44,7 +44,7 @@ class LocalBackend(ReplayBackend):
     def check_options(self, options: Mapping[str, str]) -> None:
         at_least(options, "device_pool_bytes", default=0, low=0)
         if options.get("occupy") != "off":
-            at_least(options, "occupy", default=0, low=0)
+            at_least(options, "occupy", default=0, low=0)  # the default is oncuda/occupying.py's
 
     def open(self, context: ReplayContext) -> ReplaySession:
         return LocalSession()

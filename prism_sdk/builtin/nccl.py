@@ -1,4 +1,4 @@
-"""The replay backend `nccl`: NCCL's own collectives between the sandbox ranks and an assistant on a GPU of its own.
+"""The replay backend `nccl`: NCCL's own collectives between the sandbox ranks and an assistant on another GPU.
 
 Responsible for starting the assistant and connecting a sandbox rank with it; sizes are prism_sdk.pruning's, what the
 two ends do is in prism_sdk.runtime.oncuda (joining.py, neighbours.py).
@@ -83,7 +83,7 @@ def _check(num_devices: int, context: AssistContext) -> None:
     if device is None and num_devices < needed:
         raise UsageError(
             f"backend nccl needs a GPU beside those of the sandbox ranks, {needed} in all, and here are {num_devices}",
-            hint=hint,
+            hint=f"{hint}; -O assistant=0 shares GPU 0 with a sandbox rank, for values and bytes but not for times",
         )
     if device is not None and device >= num_devices:
         raise UsageError(f"-O assistant={device}: this machine has {num_devices} GPUs, numbered from 0", hint=hint)
@@ -139,9 +139,11 @@ def _can_carry_values(graph: Path, scripts: Sequence[Script], sandbox: Sequence[
 
 
 def _describe(facts: Mapping[str, Any]) -> str:
+    sharing = " (ranks share GPUs and talk by sockets: times mean nothing)" if facts["sharing"] else ""
     return (
-        f"virtual neighbours on GPU {facts['device']}: {facts['num_calls']} calls in {facts['num_communicators']} "
-        f"reduced communicators ({facts['communicator_bytes'] / 1e6:.0f} MB there), {facts['num_live']} with values"
+        f"virtual neighbours on GPU {facts['device']}{sharing}: {facts['num_calls']} calls in "
+        f"{facts['num_communicators']} reduced communicators ({facts['communicator_bytes'] / 1e6:.0f} MB there), "
+        f"{facts['num_live']} with values"
     )
 
 

@@ -30,6 +30,7 @@ from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
+from prism_sdk.runtime.oncuda.usage import OTHERS_KEY, others_of
 from prismtrace import ABSENT, GraphKind, TraceReader, TraceWriter, UnitKind
 from prismtrace.rewriting import atomic_output
 
@@ -144,6 +145,8 @@ class Slices(CalibrationStrategy):
         if context.num_devices:
             facts["calibration.devices"] = str(context.num_devices)
             facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
+            if modelled is not None and modelled.source == options.transfers:
+                facts |= _device_memory(Path(options.transfers))
         context.progress(0, 1, doing="writing the calibrated graph")
         if job.by_roles:
             _write_by_roles(context, prediction.calibration, facts, provenance)
@@ -239,6 +242,14 @@ def _write_by_roles(
         times=lambda rank: columns_of(calibration, rank, provenance),
         steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
     )  # fmt: skip
+
+
+def _device_memory(observed: Path) -> dict[str, str]:
+    """What ranks of an observed run had on their devices beside torch's memory."""
+    if not observed.is_file():
+        return {}
+    with TraceReader(observed) as reader:
+        return {OTHERS_KEY.format(rank): value for rank, value in others_of(reader).items()}
 
 
 def _cpu_wait_percent(traces: Sequence[Path]) -> float | None:

@@ -70,7 +70,7 @@ class Agent:
             needed = holdtable if is_held else durations
             for name, value in needed.ENVIRONMENT.items():  # before the program makes a group or opens the device
                 os.environ.setdefault(name, value)
-            return DeviceTracer(self.spec.rank, writer)
+            return DeviceTracer(self.spec.rank, writer, is_real=self.spec.mode is LaunchMode.OBSERVE)
         return Tracer(self.spec.rank, writer)
 
     def _make_seam(self) -> Seam:

@@ -40,6 +40,8 @@ class PagingSpec:
     """What the device is to have; 0: what it has."""
     moves: bool = False  # the launcher may ask for moves
     is_alone: bool = False  # no other rank uses the device
+    others_bytes: Mapping[int, int] | None = None
+    """By rank what a real run has on the device beside the program's allocations; absent: what is there counts."""
     reserve_bytes: int = 0
     disk: Path | None = None
     has_library: bool = True  # else there is no compiler: torch keeps the limit

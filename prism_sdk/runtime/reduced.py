@@ -104,11 +104,12 @@ def join_as_member(one: Announcement, group: ReducedGroup, shape: Shape, own: to
         buffer = _filled(room, own, count=one.count) if is_root else room(one.count, torch.uint8)
         return Running(group.broadcast(buffer, shape.position(one.root)), {one.root: buffer})
     sent, taken = _messages(one, shape.size)
-    if not own.numel():
+    weighs = not own.numel()  # then nothing is copied: all pieces of the room may be the same memory
+    if weighs:
         own = room(sum(sent), torch.uint8)
     offsets = _offsets(sent)
     blocks = {m: own[offsets[m] : offsets[m] + sent[m]] for m in range(shape.size) if sent[m]}
-    return _exchange(group, shape, blocks=blocks, sizes=taken, own=one.member, room=room)
+    return _exchange(group, shape, blocks=blocks, sizes=taken, own=one.member, room=room, weighs=weighs)
 
 
 def join_as_virtual(
@@ -224,27 +225,31 @@ def _messages(one: Announcement, size: int) -> tuple[list[int], list[int]]:
 
 
 def _exchange(
-    group: ReducedGroup, shape: Shape, *, blocks: Mapping[int, torch.Tensor], sizes: Sequence[int], own: int, room: Room
-) -> Running:
+    group: ReducedGroup, shape: Shape, *, blocks: Mapping[int, torch.Tensor], sizes: Sequence[int], own: int,
+    room: Room, weighs: bool,
+) -> Running:  # fmt: skip
     """Messages with sandbox members one by one, with all virtual members as one."""
+
+    def copied(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        joined = room(sum(part.numel() for part in parts), torch.uint8)
+        return joined if weighs else torch.cat(list(parts), out=joined)
+
     sends: list[Part] = []
     receives: list[Part] = []
     parts: dict[int, torch.Tensor] = {}
     for member in shape.members:
         if member == own:
             if sizes[own]:
-                parts[own] = _filled(room, blocks[own])
+                parts[own] = copied([blocks[own]])
             continue
         if member in blocks:
-            sends.append((shape.position(member), _filled(room, blocks[member])))
+            sends.append((shape.position(member), copied([blocks[member]])))
         if sizes[member]:
             parts[member] = room(sizes[member], torch.uint8)
             receives.append((shape.position(member), parts[member]))
     assistant = len(shape.members)
     if leaving := [blocks[m] for m in shape.virtual if m in blocks]:
-        joined = room(sum(block.numel() for block in leaving), torch.uint8)
-        torch.cat(leaving, out=joined)
-        sends.append((assistant, joined))
+        sends.append((assistant, copied(leaving)))
     if length := sum(sizes[m] for m in shape.virtual):
         coming, offset = room(length, torch.uint8), 0
         receives.append((assistant, coming))

@@ -1,6 +1,8 @@
 """A job for GPUs whose steps are long, for the times of an emulation: chains of known length, FSDP2 and DDP.
 
-It holds no test: benchmarks/gpu_hold.py runs it under `prism` and compares.  Arguments: KIND STEPS.
+It holds no test: benchmarks/gpu_hold.py runs it under `prism` and compares, gpu_alone.py without too.  Arguments: KIND
+STEPS.  Environment: GPU_JOB_SHARES lets ranks share a GPU, HOLD_JOB_LIGHT divides the rows of all ranks but the first,
+and it waits for the file GATE before it opens a GPU.
 """
 
 from __future__ import annotations
@@ -70,13 +72,21 @@ def model_of(kind: str, device: torch.device) -> tuple[nn.Module, int]:
 
 def main() -> None:
     faulthandler.dump_traceback_later(float(os.environ.get("GPU_JOB_SECONDS", "80")), exit=True)
+    gate = os.environ.get("GATE")
+    while gate and not os.path.exists(gate):
+        time.sleep(0.05)
     local = int(os.environ["LOCAL_RANK"])
+    if "GPU_JOB_SHARES" in os.environ:  # NCCL lets ranks share a GPU that say they are on different hosts
+        local %= torch.cuda.device_count()
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     torch.cuda.set_device(local)
     dist.init_process_group("nccl")
     kind, steps = sys.argv[1], int(sys.argv[2])
     torch.manual_seed(0)
     device = torch.device("cuda", local)
     model, batch = model_of(kind, device)
+    if dist.get_rank():
+        batch //= int(os.environ.get("HOLD_JOB_LIGHT", "1"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     generator = torch.Generator(device=device).manual_seed(dist.get_rank())
     torch.cuda.synchronize()
@@ -97,6 +107,16 @@ def main() -> None:
         times.append(time.perf_counter())
         memory.append((torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved(),
                        torch.cuda.max_memory_reserved()))  # fmt: skip
+    if "HOLD_JOB_LIGHT" not in os.environ:
+        check_values()
+    say("LOSS", losses=losses)
+    say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
+    say("MEMORY", parts=memory)
+    dist.destroy_process_group()
+
+
+def check_values() -> None:
+    """What is gathered and summed at the end has the values of all ranks."""
     seen: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, {"rank": dist.get_rank()})
     assert [one["rank"] for one in seen if isinstance(one, dict)] == list(range(dist.get_world_size()))
@@ -104,10 +124,6 @@ def main() -> None:
     dist.all_reduce(count)
     assert count.item() == dist.get_world_size() * (dist.get_world_size() + 1) // 2
     dist.barrier()
-    say("LOSS", losses=losses)
-    say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
-    say("MEMORY", parts=memory)
-    dist.destroy_process_group()
 
 
 main()

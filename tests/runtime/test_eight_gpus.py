@@ -74,7 +74,7 @@ def test_all_parts_run_and_what_breaks_or_has_no_time_is_named(
 
     monkeypatch.setattr(script, "prism", played)
     monkeypatch.setattr(script, "_command", lambda *words: Path(words[words.index("-o") + 1]).write_text("profile"))
-    monkeypatch.setattr(script, "made_up_times", lambda source, output: output)
+    monkeypatch.setattr(script, "with_transfers", lambda source, output, transfer_ns: output)
     monkeypatch.setenv("OUT", str(tmp_path))
     code = script.main(["--gpus", "8", "--jobs", "dense,1f1b,tp,ddp", "--turns", "2", "--seconds", "3000"])
     facts = json.loads((tmp_path / "eight_gpus.json").read_text())

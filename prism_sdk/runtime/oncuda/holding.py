@@ -36,7 +36,7 @@ from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
-from prism_sdk.runtime.oncuda.occupying import HoldKernel
+from prism_sdk.runtime.oncuda.occupying import hold_kernel
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -44,6 +44,7 @@ from prismtrace import Op
 LATE_NS = 20_000
 """A release that reached its stream so much after its time counts as late."""
 
+_NUM_LATEST = 8  # of them that are named
 _POOL_BYTES = 4 << 30
 _READY_S = 60.0
 _LAST_S = 5.0
@@ -56,7 +57,7 @@ class Held:
     def __init__(
         self, number: int, handle: tuple[int, int], call: Call, scratch: list[torch.Tensor], posted: int
     ) -> None:
-        self.number, self.handle = number, handle
+        self.number, self.handle, self.op = number, handle, call.op
         self.scratch = scratch  # what NCCL would hold until the wait
         self.placed: list[Placed] = []
         self.posted = posted
@@ -73,6 +74,7 @@ class HoldCounts:
     errors_ns: array[int] = field(default_factory=lambda: array("q"))  # done less due
     issue_ns: array[int] = field(default_factory=lambda: array("q"))  # what the host took for each
     num_late: int = 0
+    latest: list[tuple[int, str]] = field(default_factory=list)  # ascending
     num_differing: int = 0
     num_unpinned: int = 0
     num_on_host: int = 0
@@ -117,11 +119,7 @@ class StreamHold:
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
             self._compensator = Compensator()
-        occupy = options.get("occupy", "off")
-        num_sms = 0 if occupy == "off" else int(occupy)
-        self._hold_kernel: HoldKernel | None = None
-        if num_sms:
-            self._hold_kernel = HoldKernel(self._words, num_sms)
+        self._hold_kernel = None if joining is not None else hold_kernel(self._words, options.get("occupy"))
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
@@ -299,12 +297,19 @@ class StreamHold:
                 error = ended - due
                 self._engine.know(held.handle, due_ns=due)
                 self.counts.errors_ns.append(error)
-                self.counts.num_late += error > LATE_NS
+                if error > LATE_NS:
+                    self._note_late(held, error, longs[at + fields.RELEASED] - due)
                 self.counts.num_differing += self._table.differs(held.number)
                 held.end.time_ns = ended
                 if held.ties and isinstance(held.posted, Mark):
                     held.posted.seen_ns = longs[at + fields.POSTED]
                 held.placed = []
+
+    def _note_late(self, held: Held, error_ns: int, released_ns: int) -> None:
+        counts = self.counts
+        counts.num_late += 1
+        said = f"{held.number} {held.op.name.lower()} {error_ns / 1e3:.0f} us ({released_ns / 1e3:.0f} released)"
+        counts.latest = sorted([*counts.latest, (error_ns, said)])[-_NUM_LATEST:]
 
     def finish(self, *, is_complete: bool) -> None:
         """The program has ended: see the last operations through, or let go of whatever is held."""
@@ -331,7 +336,9 @@ class StreamHold:
             "release_error_median_ns": errors[last // 2] if errors else 0,
             "release_error_p99_ns": sizes[last * 99 // 100] if sizes else 0,
             "release_error_max_ns": sizes[-1] if sizes else 0, "releases_late": self.counts.num_late,
+            "releases_latest": "; ".join(said for _, said in reversed(self.counts.latest)),
             "hold_issue_median_ns": sorted(self.counts.issue_ns)[last // 2] if errors else 0,
+            "hold_blocks": 0 if self._hold_kernel is None else self._hold_kernel.num_blocks,
             "device_pool_bytes": self.pool_bytes, "ring_is_pinned": int(not self.counts.num_unpinned),
             "prefetch_hits": self.pool.hits, "prefetch_misses": self.pool.misses,
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,

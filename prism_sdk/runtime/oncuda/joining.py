@@ -23,6 +23,7 @@ from prism_sdk.runtime.oncuda.communicators import Communicator, Key, Scratch, c
 from prism_sdk.runtime.oncuda.driver import Driver
 from prism_sdk.runtime.oncuda.filling import copy_pieces, flat_bytes
 from prism_sdk.runtime.oncuda.holdtable import MOST_ALIKE
+from prism_sdk.runtime.oncuda.nccl import share_device
 from prism_sdk.runtime.reduced import WHOLE, join_as_member, message, needs_values, sent_bytes, weighed
 from prism_sdk.runtime.wire import Channel
 from prismtrace import Op, ReduceOp
@@ -69,6 +70,9 @@ class Joining:
         answer = self._control.receive()
         if answer[0] == "no":
             raise UnsupportedError(f"backend nccl: {answer[1]}", rank=rank, hint=HINT)
+        _, self._sharing, is_second = answer
+        if self._sharing:
+            share_device(as_other_host=is_second)
         before = driver.free_bytes()
         stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=True), device=device)
 
@@ -146,9 +150,9 @@ class Joining:
     def summary(self) -> dict[str, object]:
         """Facts for the trace's metadata."""
         return {
-            "carried_operations": self.num_carried, "operations_not_carried": self.num_not_carried,
-            "operations_live": self.num_live, "communicators": len(self._communicators),
-            "communicator_bytes": self.communicator_bytes,
+            "ranks_share_gpus": int(self._sharing), "carried_operations": self.num_carried,
+            "operations_not_carried": self.num_not_carried, "operations_live": self.num_live,
+            "communicators": len(self._communicators), "communicator_bytes": self.communicator_bytes,
             "call_bytes": self._weight.num_bytes + sum(c.values.num_bytes for c in self._communicators.values()),
             "sent_bytes": round(self._sent["reduced"]), "scheduled_sent_bytes": round(self._sent["scheduled"]),
         }  # fmt: skip

@@ -32,6 +32,18 @@ _TYPES = {
 """ncclDataType_t; NCCL has no bool, and torch sends it as uint8."""
 
 
+def share_device(*, as_other_host: bool) -> None:
+    """Before NCCL begins in this process: let a communicator have two ranks on one GPU.
+
+    NCCL refuses two ranks on one GPU of one host, so one of them says that it is on another, and they talk by sockets
+    (NCCL 2.30 has NCCL_MULTI_RANK_GPU_ENABLE for it; torch may bring an older one). All ends use as few CTAs: the GPU
+    gives itself to one process at a time, and the number of channels has to be the same.
+    """
+    if as_other_host:
+        os.environ["NCCL_HOSTID"] = f"prism-{os.getpid()}"
+    os.environ.setdefault("NCCL_MAX_CTAS", "2")
+
+
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * _ID_BYTES),)
 

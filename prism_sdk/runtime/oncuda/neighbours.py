@@ -1,4 +1,4 @@
-"""The assistant process of backend `nccl`: the end of all virtual neighbours, on a GPU that no sandbox rank uses.
+"""The assistant process of backend `nccl`: the end of all virtual neighbours, on a GPU of its own or a sandbox rank's.
 
 Responsible for making the assistant's part of every reduced call; when it begins is the releaser's, which lets the
 stream go on by a word in memory that both share, and what a sandbox rank does joining.py's.
@@ -42,6 +42,7 @@ from prism_sdk.runtime.oncuda.communicators import (
 )
 from prism_sdk.runtime.oncuda.driver import Driver
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.oncuda.nccl import share_device
 from prism_sdk.runtime.reduced import WHOLE, join_as_virtual, message
 from prism_sdk.runtime.supply import Supplies, Supply
 from prism_sdk.runtime.virtual import fit, neutral
@@ -65,7 +66,7 @@ class NeighbourFacts:
     cpus: tuple[int, ...]
     limit_bytes: int
     device: int | None = None
-    """The GPU to use; absent: the first that no sandbox rank uses."""
+    """The GPU to use, which may be a sandbox rank's; absent: the first that no sandbox rank uses."""
     has_values: bool = False
 
 
@@ -123,6 +124,16 @@ class Neighbours:
             return f"this machine has {num} GPUs and its sandbox ranks use {used}: none is left for the assistant"
         self.device_index = free[0]
         return None
+
+    @property
+    def sharing(self) -> bool:
+        """Whether some of the sandbox ranks and the assistant are on the same GPU."""
+        return len({self.device_index, *self._here.values()}) <= len(self._here)
+
+    def _is_second(self, rank: int) -> bool:
+        """Whether a sandbox rank is on the GPU of one before it."""
+        sandbox = self._facts.sandbox
+        return self._here[rank] in [self._here[other] for other in sandbox[: sandbox.index(rank)]]
 
     @property
     def is_complete(self) -> bool:
@@ -240,9 +251,12 @@ class Neighbours:
         refusal = self.come(rank, device)
         if not self.is_complete:
             return
-        for channel in channels:
-            channel.send(("there", self.device_index) if refusal is None else ("no", refusal))
+        for rank, channel in zip(self._facts.sandbox, channels, strict=True):
+            answer = ("there", self.sharing, self._is_second(rank)) if refusal is None else ("no", refusal)
+            channel.send(answer)
         if refusal is None:
+            if self.sharing:
+                share_device(as_other_host=self.device_index in self._here.values())
             self.open()
 
     def summary(self) -> dict[str, int]:
@@ -250,6 +264,7 @@ class Neighbours:
         return {
             "num_calls": self.num_calls, "num_live": self.num_live, "num_communicators": len(self._communicators),
             "device": self.device_index, "communicator_bytes": self.communicator_bytes,
+            "sharing": self.sharing,
         }  # fmt: skip
 
 

@@ -82,7 +82,7 @@ class HoldKernel:
 
     def __init__(self, flags: torch.Tensor, num_blocks: int) -> None:
         """`flags`: the 32-bit words that the device shares with the releaser. Raises UnsupportedError."""
-        self._num_blocks, self._flags = num_blocks, flags
+        self.num_blocks, self._flags = num_blocks, flags
         try:
             self._launch = compile_kernel()
         except Exception as error:
@@ -92,7 +92,33 @@ class HoldKernel:
     def hold(self, call: Call, word: int, ticket: int) -> None:
         """The current stream goes on once word `word` is `ticket`."""
         flag = self._flags[word : word + 1]
-        self._launch(blocks_for(call, self._num_blocks), [flag, ticket, flag, 0, _UNTIL_RELEASED])
+        self._launch(blocks_for(call, self.num_blocks), [flag, ticket, flag, 0, _UNTIL_RELEASED])
+
+
+def hold_kernel(flags: torch.Tensor, option: str | None) -> HoldKernel | None:
+    """What holds streams; None where they wait without taking processors.
+
+    Args:
+        flags: the words that the device shares with the releaser.
+        option: the value of `-O occupy`; absent: as many blocks as in a calibration, where torch compiles kernels.
+
+    Raises:
+        UnsupportedError: the option asks for blocks, and torch compiles no kernels here.
+    """
+    num_blocks = blocks_of(option)
+    if not num_blocks:
+        return None
+    try:
+        return HoldKernel(flags, num_blocks)
+    except UnsupportedError:
+        if option is not None:
+            raise
+        return None
+
+
+def blocks_of(option: str | None) -> int:
+    """What `-O occupy` says: a number of thread blocks, or `off`, which is 0; absent: `NUM_BLOCKS`."""
+    return NUM_BLOCKS if option is None else int(option) if option.isdigit() else 0
 
 
 class Occupier:

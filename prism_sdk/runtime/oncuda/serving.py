@@ -30,9 +30,10 @@ def serve_memory(spec: PagingSpec, *, rank: int, token: str) -> None:
         channel = wire.connect(token)
         channel.send(("pages", rank, os.getpid()))
         socket_fd = channel.sock.detach()
+    others = None if spec.others_bytes is None else spec.others_bytes.get(rank, 0)
     Pages(
         socket_fd=socket_fd, disk=spec.disk, limit_bytes=spec.limit_bytes, reserve_bytes=spec.reserve_bytes,
-        is_alone=spec.is_alone, num_workers=min(_WORKERS, os.cpu_count() or 1),
+        is_alone=spec.is_alone, others_bytes=others, num_workers=min(_WORKERS, os.cpu_count() or 1),
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background
 from prism_sdk.runtime.manifest import Expected
 from prism_sdk.runtime.observe import settle_any_source
-from prism_sdk.runtime.oncuda.occupying import NUM_BLOCKS, Occupier
+from prism_sdk.runtime.oncuda.occupying import Occupier, blocks_of
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
 from prism_sdk.runtime.oncuda.tracing import DeviceTracer
@@ -42,7 +42,7 @@ class SliceSeam(EmulateSeam):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lanes: dict[int, torch.cuda.Stream] = {}  # group -> the stream that stands for NCCL's
-        self._occupier = Occupier(num_blocks=_num_blocks(self.facts.options.get("occupy")))
+        self._occupier = Occupier(num_blocks=blocks_of(self.facts.options.get("occupy")))
         self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
         self._known: set[tuple[Any, ...]] = set()
 
@@ -147,11 +147,6 @@ class SliceSeam(EmulateSeam):
             else:
                 _copy_own(call, tensor, offset)
         self.pool.release(first, len(one.sources))
-
-
-def _num_blocks(option: str | None) -> int:
-    """What `-O occupy` says: a number of thread blocks, or `off`."""
-    return NUM_BLOCKS if option is None else int(option) if option.isdigit() else 0
 
 
 def is_large_number(call: Call) -> bool:

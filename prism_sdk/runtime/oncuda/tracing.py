@@ -26,6 +26,7 @@ from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
 from prism_sdk.runtime.oncuda.streams import SideWaits
+from prism_sdk.runtime.oncuda.usage import OTHERS_KEY, process_bytes
 from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, AWAITS, END, GROUP, KIND, PEER, START
 from prism_sdk.runtime.tracer import Tracer
@@ -37,6 +38,7 @@ RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
 ISSUED_COLUMN = "prism.issued_ns"
 """Named column of units: when the program, on the host, came to what `start_ns` gives in the device's time."""
 
+_SETTLED_STEP = 1  # in the first step libraries still load kernels, and communicators connect
 _BLOCKED_NS = 20_000  # a stream that waited for longer was held up, so what it waited for ended then
 _HUNG_S = 1.0  # so long a GPU is waited for that may wait itself for a rank that is gone; the launcher waits longer
 _WATCHDOG_S = 1.0  # torch's looks ten times a second
@@ -46,7 +48,8 @@ _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(Un
 class DeviceTracer(Tracer):
     """Keeps rows until the GPU has passed them, one whole step behind the program."""
 
-    def __init__(self, rank: int, writer: TraceWriter) -> None:
+    def __init__(self, rank: int, writer: TraceWriter, *, is_real: bool = False) -> None:
+        """`is_real`: nothing of the job is emulated, so what the device holds is what it holds in the job."""
         resident = ResidentMemory()
         super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
         self._clock = DeviceClock()
@@ -56,6 +59,7 @@ class DeviceTracer(Tracer):
         self._beside: set[int] = set()  # units that run on a stream of NCCL's
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
+        self._is_real = is_real
         self._meter: PeakMeter | None = None
         self._peaks = (0, 0)
         self._reserved: dict[int, int] = {}  # step -> peak of reserved bytes
@@ -111,7 +115,17 @@ class DeviceTracer(Tracer):
         if self._meter is None:
             return resident
         (allocated, self._reserved[self.step]), self._peaks = self._peaks, (0, 0)
+        if self._is_real and self.step == _SETTLED_STEP:
+            self._note_others()
         return allocated
+
+    def _note_others(self) -> None:
+        """What the device holds of this process beside torch's memory: by now NCCL has connected."""
+        device = torch.cuda.current_device()
+        used = process_bytes(device)
+        if used is not None:
+            others = used - torch.cuda.memory_reserved(device)
+            self.writer.set_metadata(OTHERS_KEY.format(self.rank), str(max(others, 0)))
 
     def _fetch(self, losses: list[float | Callable[[], float]]) -> list[float | Callable[[], float]]:
         return losses  # asking now could hold up the program

@@ -81,9 +81,12 @@ class Pages:
 
     def __init__(
         self, *, socket_fd: int = -1, disk: Path | None = None, limit_bytes: int = 0, reserve_bytes: int = 0,
-        is_alone: bool = False, num_workers: int = 8,
+        is_alone: bool = False, others_bytes: int | None = None, num_workers: int = 8,
     ) -> None:  # fmt: skip
-        """Begin to serve allocations; once in a process, before it opens the device."""
+        """Begin to serve allocations; once in a process, before it opens the device.
+
+        `others_bytes` counts under the limit in place of all that is not the program's (but the context at least).
+        """
         assert _library is not None
         self._library: Any = _library
         self._library.prism_pages_ready_bytes.restype = ctypes.c_uint64
@@ -94,6 +97,7 @@ class Pages:
             ctypes.c_uint64(limit_bytes),
             ctypes.c_uint64(reserve_bytes),
             int(is_alone),
+            ctypes.c_int64(-1 if others_bytes is None else others_bytes),
             num_workers,
         )
         if result:

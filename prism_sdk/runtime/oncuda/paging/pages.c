@@ -112,8 +112,10 @@ static int seen_memory(size_t *free, size_t *total) {
     size_t real_free_bytes, real_total;
     if (driver.cuMemGetInfo(&real_free_bytes, &real_total)) return 0;
     *total = state.limit_bytes && state.limit_bytes < real_total ? state.limit_bytes : real_total;
-    size_t used = state.overhead_bytes + state.movable_bytes + state.fixed_bytes;
-    if (state.alone) used = real_total - real_free_bytes;
+    size_t others = state.overhead_bytes;
+    if (state.others_bytes > (int64_t)others) others = (size_t)state.others_bytes;
+    size_t used = others + state.movable_bytes + state.fixed_bytes;
+    if (state.alone && state.others_bytes < 0) used = real_total - real_free_bytes;
     *free = used < *total ? *total - used : 0;
     return 1;
 }
@@ -235,15 +237,18 @@ EXPORT int cudaGetDeviceProperties_v2(void *properties, int device) {
  *
  * socket_fd: to the launcher, which may then ask for moves; -1: nobody asks.  disk_fd: a file for pages; -1: none.
  * limit_bytes: what the device is to have; 0: what it has.  alone: no other process uses the device, and nothing moves.
- * reserve_bytes: how much is left free for what is not seen here.  Returns 0, or -1 where there is no thread.
+ * reserve_bytes: how much is left free for what is not seen here.  others_bytes: what counts under the limit in place of
+ * all that is not the program's; the context at least; -1: what is there.  Returns 0, or -1 where there is no thread.
  */
-EXPORT int prism_pages_open(int socket_fd, int disk_fd, uint64_t limit_bytes, uint64_t reserve_bytes, int alone, int num_workers) {
+EXPORT int prism_pages_open(int socket_fd, int disk_fd, uint64_t limit_bytes, uint64_t reserve_bytes, int alone,
+                            int64_t others_bytes, int num_workers) {
     if (state.is_open) return -1;
     state.socket_fd = socket_fd;
     state.disk_fd = disk_fd;
     state.limit_bytes = limit_bytes;
     state.reserve_bytes = socket_fd < 0 ? 0 : reserve_bytes;
     state.alone = alone;
+    state.others_bytes = others_bytes;
     state.num_workers = num_workers < 1 ? 1 : num_workers;
     state.is_open = 1;
     look_at_all(); /* without cuInit: the program may still choose its devices */

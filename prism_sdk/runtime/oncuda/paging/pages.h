@@ -113,6 +113,7 @@ typedef struct {
     size_t granularity, overhead_bytes, refused_bytes;
     uint64_t limit_bytes, reserve_bytes;
     int alone; /* nobody else uses the device: what it has free counts */
+    int64_t others_bytes; /* what a real run has there beside the program's; it counts in place of that. -1: unknown */
     int is_open, holds_still, is_left; /* is_left: nobody will bring back what is out */
     int disk_fd, socket_fd;
     int num_workers;

@@ -15,7 +15,9 @@ from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.oncuda.paging.ahead import AHEAD_BYTES
 from prism_sdk.runtime.oncuda.paging.build import compiled_library
 from prism_sdk.runtime.oncuda.residence import MoveOptions
+from prism_sdk.runtime.oncuda.usage import others_of
 from prism_sdk.runtime.ranks import PagingSpec
+from prismtrace import TraceReader
 
 __all__ = ["PagingPlan", "plan_paging"]
 
@@ -63,8 +65,12 @@ def plan_paging(
         what = "memory of parked ranks stays on the GPU" if can_move else "torch's allocator alone keeps the limit"
         report(f"{what}: {error.message}")
         return PagingPlan(PagingSpec(limit, has_library=False) if limit else None)
+    others = _others_bytes(config.graph) if config.mode is LaunchMode.EMULATE and config.graph is not None else None
+    if others == {}:
+        report("--device-memory: what NCCL takes of it is not in the graph; allow for it in the size, or calibrate "
+               "with -O transfers=FILE of an observed run")  # fmt: skip
     spec = PagingSpec(
-        limit, moves=can_move, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0,
+        limit, moves=can_move, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0, others_bytes=others,
         disk=None if disk is None else disk.absolute(),
     )  # fmt: skip
     moves = MoveOptions(
@@ -72,6 +78,12 @@ def plan_paging(
         has_disk=disk is not None, visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )  # fmt: skip
     return PagingPlan(spec, library, moves)
+
+
+def _others_bytes(graph: Path) -> dict[int, int]:
+    """What observed ranks had on their devices beside torch's memory: a lone rank without NCCL has less."""
+    with TraceReader(graph) as reader:
+        return {rank: int(text) for rank, text in others_of(reader).items() if text.isdigit()}
 
 
 def _ahead_bytes(config: LaunchConfig) -> int:

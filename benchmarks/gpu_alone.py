@@ -1,0 +1,265 @@
+"""Shows what a single GPU can: a job of eight ranks from end to end, and real steps against emulated ones.
+
+    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [limit]
+
+eight: FSDP2 of eight logical ranks (gpu_table_job.py) is recorded and calibrated on the GPU with modelled transfers,
+and rank 0 emulated. Checked: bytes after each step are the recording's, the step is the one that calibration predicted.
+
+bytes: the jobs of gpu_table.py and of frameworks with few layers, four jobs at a time: bytes after each step of real
+runs of two ranks (on the one GPU, by sockets) and of emulations of the first one.
+
+limit: with --device-memory an emulated rank must be refused just where what an observed run had on the device beside
+torch's memory (NCCL's) leaves no more room.
+
+ddp, fsdp2, chain (hold_job.py): two ranks over NCCL on the one GPU, against emulations of the first of them, in turns.
+NCCL takes two ranks on a GPU that say they are on different hosts, and goes by sockets. CUDA's multi-process service
+lets kernels of both run at the same time: without it the GPU is given to one process after the other, and times mean
+nothing. The second rank has a 64th of the first one's rows, so that it takes next to nothing of the GPU; else both
+would slow each other down as no two GPUs do. The job is recorded, its transfers are those of one observed run, all
+other times are of slices of one rank without its peer. Environment: ALONE_REPEATS (5). --rehearse runs
+`eight` and `bytes` in small on CPUs, where times mean nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(1, str(Path(__file__).parents[1]))
+
+from gpu_runs import with_transfers
+from gpu_table import (
+    FRAMEWORKS,
+    KINDS,
+    PAYLOADS,
+    RECORDED_STEPS,
+    REHEARSE,
+    STEPS,
+    Run,
+    at_once,
+    in_turns,
+    over_nccl,
+    prism,
+    summary,
+    words,
+)  # fmt: skip
+
+HOLD_JOB = Path(__file__).parents[1] / "tests" / "runtime" / "hold_job.py"
+REPEATS = int(os.environ.get("ALONE_REPEATS", "5"))
+CTAS = "2"
+OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={CTAS}")}
+SHARING = {"GPU_JOB_SHARES": "1", "NCCL_MAX_CTAS": CTAS}
+_ALL = (*FRAMEWORKS, *KINDS)
+EIGHT_STEPS = 3
+EIGHT = {"TABLE_BLOCKS": "2", "TABLE_BATCH": "8"}
+
+
+@contextlib.contextmanager
+def service(folder: Path) -> Iterator[dict[str, str]]:
+    """CUDA's multi-process service, and the variables of a process that uses it."""
+    variables = {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "mps"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "mps-log")}
+    for name in variables.values():
+        Path(name).mkdir()
+    environment = {**os.environ, **variables}
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], env=environment, check=True, timeout=30)
+    try:
+        yield variables
+    finally:
+        subprocess.run(["nvidia-cuda-mps-control"], input="quit\n", text=True, env=environment, timeout=60)
+        for path in (folder / "mps-log").glob("*"):
+            print(f"   {path.name}: ...{path.read_text()[-600:]}")
+
+
+def shared(kind: str, folder: Path) -> dict[str, Any]:
+    """Real and emulated steps of a job."""
+    gate, bare, seen = folder / "open", folder / "bare.prism", folder / "seen.prism"
+    gate.touch()
+    light = {"HOLD_JOB_LIGHT": "64", "GPU_JOB_SECONDS": "150"}
+    job, few = [str(HOLD_JOB), kind, str(STEPS)], [str(HOLD_JOB), kind, str(RECORDED_STEPS)]
+    graph = folder / "graph.prism"
+    if not at_once(prism("record", bare, kind, 0, "--payloads", "none", gate=gate, script=few, **light)):
+        return {"failed": "record"}
+    with service(folder) as variables:
+        sharing = {**variables, **light, **SHARING}
+        if not at_once(prism("observe", seen, kind, 0, "--no-pin", gate=gate, script=job, **sharing)):
+            return {"failed": "observe"}
+        options = ("--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", "-O", f"occupy={CTAS}")
+        if not at_once(prism("calibrate", graph, kind, 0, *options, gate=gate, script=few, **light)):
+            return {"failed": "calibrate"}
+        runs: list[tuple[str, Run]] = []
+        for number in range(REPEATS):
+            port, turn = 29700 + number, folder / f"gate-{number}"
+            environment = {**variables, **light, "NCCL_MAX_CTAS": CTAS}
+            runs.append(("real", over_nccl(f"real {kind}", job, gate=Path(f"{turn}-real"), port=port, shares=True,
+                                           **environment)))  # fmt: skip
+            output = folder / f"observed-{number}.prism"
+            runs.append(("observed", prism("observe", output, kind, 0, "--no-pin", gate=Path(f"{turn}-observed"),
+                                           script=job, **sharing)))  # fmt: skip
+            for name, options in OPTIONS.items():
+                output = folder / f"{name}-{number}.prism"
+                runs.append((name, prism("emulate", output, kind, 0, "--graph", str(graph), *options,
+                                         gate=Path(f"{turn}-{name}"), script=job, **light)))  # fmt: skip
+        in_turns([run for _, run in runs])
+    found = summary(kind, runs, names=["observed", *OPTIONS])
+    found["predicted_ms"] = _predicted_ms(graph)
+    found["releases"] = {name: _releases(folder / f"{name}-0.prism") for name in OPTIONS}
+    print(f"   predicted by calibration: {found['predicted_ms']} ms; releases: {found['releases']}", flush=True)
+    return found
+
+
+def _predicted_ms(path: Path) -> float:
+    from prismtrace import TraceReader
+
+    with TraceReader(path) as reader:
+        return round(float(reader.metadata["calibration.step_ns"]) / 1e6, 3)
+
+
+def _releases(path: Path) -> dict[str, str]:
+    from prismtrace import TraceReader
+
+    if not path.exists():
+        return {}
+    with TraceReader(path) as reader:
+        return {key: value for key, value in reader.metadata.items() if ".release" in key}
+
+
+def eight(kind: str, folder: Path) -> dict[str, Any]:
+    """A job of eight ranks, from its recording to an emulated rank."""
+    gate, bare, graph = folder / "open", folder / "bare.prism", folder / "graph.prism"
+    gate.touch()
+    runs = [
+        prism("record", bare, "dense", EIGHT_STEPS, "--payloads", "none", gate=gate, ranks=8, **EIGHT),
+        prism("calibrate", graph, "dense", EIGHT_STEPS, "--graph", str(bare), "-O", "passes=1", gate=gate, **EIGHT),
+        prism("emulate", folder / "emulated.prism", "dense", STEPS, "--graph", str(graph), gate=gate, **EIGHT),
+    ]
+    for run in runs:
+        run.seconds = 240.0
+        if not at_once(run):
+            return {"failed": run.what}
+    recorded, emulated = runs[0].said, runs[2].said
+    predicted, step = _predicted_ms(graph), runs[2].step_ms
+    are_equal = emulated["MEMORY"]["parts"][:EIGHT_STEPS] == recorded["MEMORY"]["parts"]
+    found = {
+        "bytes_as_recorded": are_equal, "peak_bytes": emulated["MEMORY"]["parts"][-1][1], "predicted_ms": predicted,
+        "emulated_ms": round(step, 3), "apart_percent": round(100 * (step / predicted - 1), 3),
+        "steps_ms": [round(ms, 2) for ms in emulated["STEPS"]["ms"]],
+    }  # fmt: skip
+    if not REHEARSE and (not are_equal or abs(found["apart_percent"]) > 2):
+        found["failed"] = "bytes or steps"
+    print(f"== eight: {json.dumps(found)}", flush=True)
+    return found
+
+
+def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Where bytes of an emulated rank differ from those of a real run, step by step."""
+    gate, bare, graph = folder / "open", folder / "bare.prism", folder / "graph.prism"
+    gate.touch()
+    layers = {"TABLE_BLOCKS": "4" if kind in PAYLOADS else "2"}
+    payloads = ("--payloads", PAYLOADS.get(kind, "none"))
+    started = time.monotonic()
+    record = prism("record", bare, kind, RECORDED_STEPS, *payloads, gate=gate, **layers)
+    port = 29800 + _ALL.index(kind)
+    if REHEARSE:
+        first = prism("observe", folder / "real.prism", kind, RECORDED_STEPS, gate=gate, **layers)
+    else:
+        first = over_nccl(f"real {kind}", words(kind, RECORDED_STEPS), gate=gate, port=port, shares=True, **layers)
+    for run in (record, first):
+        run.seconds = 150.0
+        run.start()
+    record.finish()
+    first.finish()
+    if record.code or first.code:
+        return {"failed": f"record {record.code}, real {first.code}"}
+    with_transfers(bare, graph, 20_000)
+    emulated = prism("emulate", folder / "out.prism", kind, RECORDED_STEPS, "--graph", str(graph), gate=gate, **layers)
+    if not at_once(emulated):
+        return {"failed": "emulate"}
+    pairs = list(zip(emulated.said["MEMORY"]["parts"], first.said["MEMORY"]["parts"], strict=True))
+    apart = [(step, mine, real) for step, (mine, real) in enumerate(pairs) if mine != real]
+    losses = [run.said["LOSS"]["losses"] for run in (emulated, first)]
+    found = {
+        "steps": len(pairs),
+        "differ": len(apart),
+        "peak_bytes": pairs[-1][1][1],
+        "same_losses": losses[0] == losses[1] if PAYLOADS.get(kind) else "values were not recorded",
+    }
+    print(f"== bytes of {kind}: {json.dumps(found)} {apart[:2]} {time.monotonic() - started:.0f} s", flush=True)
+    return found if not apart else {**found, "failed": "bytes"}
+
+
+def all_bytes(_: str, folder: Path) -> dict[str, Any]:
+    """Of all jobs."""
+
+    def one(kind: str) -> dict[str, Any]:
+        own = folder / kind
+        own.mkdir()
+        try:
+            return bytes_of(kind, own)
+        except Exception as error:  # the others go on
+            return {"failed": repr(error)}
+
+    with ThreadPoolExecutor(4) as pool:
+        results = dict(zip(_ALL, pool.map(one, _ALL), strict=True))
+    print(json.dumps(results), flush=True)
+    wrong = [kind for kind, found in results.items() if "failed" in found]
+    return {**results, **({"failed": wrong} if wrong else {})}
+
+
+def limit(_: str, folder: Path) -> dict[str, Any]:
+    """Just enough device memory, and a little less, for what torch and the libraries of a real run have together."""
+    from prismtrace import TraceReader
+
+    gate, bare, graph, seen = folder / "open", folder / "bare.prism", folder / "graph.prism", folder / "seen.prism"
+    gate.touch()
+    kind, layers = "dense", {"TABLE_BLOCKS": "2"}
+    shares = {"GPU_JOB_SHARES": "1"}
+    runs = [
+        prism("record", bare, kind, 3, "--payloads", "none", gate=gate, **layers),
+        prism("observe", seen, kind, 3, gate=gate, **layers, **shares),
+        prism("calibrate", graph, kind, 3, "--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", gate=gate,
+              **layers),
+    ]  # fmt: skip
+    for run in runs:
+        if not at_once(run):
+            return {"failed": run.what}
+    with TraceReader(graph) as reader:
+        others = int(reader.metadata["rank.0.device_other_bytes"])
+    peak = max(part[2] for part in runs[1].said["MEMORY"]["parts"])
+    found: dict[str, Any] = {"others_bytes": others, "reserved_bytes": peak}
+    for name, size in (("enough", peak + others + (8 << 20)), ("less", peak + others - (8 << 20))):
+        options = ("--graph", str(graph), "--device-memory", str(size))
+        run = prism("emulate", folder / f"{name}.prism", kind, 3, *options, gate=gate, **layers)
+        run.start()
+        run.finish()
+        found[name] = {"exit": run.code, **run.said.get("REFUSED", {})}
+    print(f"== limit: {json.dumps(found)}", flush=True)
+    good = not found["enough"]["exit"] and "step" in found["less"]
+    return found if good else {**found, "failed": "limit"}
+
+
+OTHERS = {"eight": eight, "bytes": all_bytes, "limit": limit}
+
+
+def main() -> int:
+    results: dict[str, Any] = {}
+    for kind in [word for word in sys.argv[1:] if word[:1] != "-"] or ["eight", "ddp", "fsdp2", "bytes", "limit"]:
+        started = time.monotonic()
+        with tempfile.TemporaryDirectory() as text:
+            results[kind] = OTHERS.get(kind, shared)(kind, Path(text))
+        print(f"#### {kind}: {time.monotonic() - started:.1f} s, {results[kind].get('failed', 'ran')}\n", flush=True)
+    print(json.dumps(results))
+    return 0 if not any("failed" in one for one in results.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -38,6 +38,7 @@ _STRUCTURE = ("kind", "phase", "op", "step", "seq", "tag", "awaits", "microbatch
 _ALONE = 2**61
 """Numbers of groups of one rank begin here."""
 _KINDS = [kind for kind in UnitKind if kind is not UnitKind.UNSPECIFIED]
+_PHASES, _OPS = list(Phase), list(Op)
 _MAX_ELEMENTS = MAX_BYTES // max(dtype.itemsize_bytes for dtype in DType)
 _ITEM_BYTES = np.zeros(256, dtype=np.int64)
 for _dtype in DType:
@@ -193,6 +194,8 @@ class Loader:
         else:
             num_bytes = np.full(len(c["kind"]), -1, dtype=np.int64)
         part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}
+        for name, known in (("phase", _PHASES), ("op", _OPS)):  # they are places in tables, and names
+            part[name] = np.where(np.isin(c[name], known), c[name], 0).astype(np.uint8)
         part.update({name: made[name] for name in ("lane_of", "ordinal", "awaited", "hold")}, num_bytes=num_bytes)
         digest = hashlib.blake2b(digest_size=16)
         for name, values in part.items():

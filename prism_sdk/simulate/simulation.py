@@ -173,8 +173,12 @@ def _check_length(job: SimJob) -> None:
     begin, end = job.weight_base, job.weight_base + job.sizes
     total = ((length[end] - length[begin]) * np.maximum(slowest, 1.0) + gaps[end] - gaps[begin]).sum()
     if not total < limit:
-        raise GraphError(f"{job.source}: the times of all units together are {total / 1e9:.3g} s: too long to add up",
-                         hint="are its times and the factors of the changes right?")  # fmt: skip
+        raise _too_long(job, total)
+
+
+def _too_long(job: SimJob, total_ns: float) -> GraphError:
+    return GraphError(f"{job.source}: the times of all ranks together are {total_ns / 1e9:.3g} s: too long to add up",
+                      hint="are its times and the factors of the changes right?")  # fmt: skip
 
 
 def simulate(job: SimJob) -> Timeline:
@@ -218,8 +222,11 @@ def simulate(job: SimJob) -> Timeline:
     )  # fmt: skip
     if finished < num_ranks:
         _raise_deadlock(job, cursor)
-    return Timeline(job=job, arrival_ns=arrival, last=last, step_end_ns=step_end, step_offsets=step_offsets,
-                    end_ns=clock, shared=shared, _slow=slow)  # fmt: skip
+    timeline = Timeline(job=job, arrival_ns=arrival, last=last, step_end_ns=step_end, step_offsets=step_offsets,
+                        end_ns=clock, shared=shared, _slow=slow)  # fmt: skip
+    if num_ranks and timeline.length_ns * num_ranks >= MAX_TIME_NS:  # what all ranks wait for one is added up
+        raise _too_long(job, timeline.length_ns * num_ranks)
+    return timeline
 
 
 def _raise_deadlock(job: SimJob, cursor: Int64Array) -> None:

@@ -41,6 +41,7 @@ def _each(of: int, /, **values: Any) -> Callable[[Program], None]:
     [
         (_each(COMPUTE, start_ns=0, end_ns=2**61), "too long to add up", ()),
         (_each(COMPUTE, gap_ns=2**62), "too long to add up", ()),
+        (_each(COMPUTE, start_ns=0, end_ns=2**60), "times of all ranks together are 6.92e+09 s: too long", ()),
         (_each(COLLECTIVE, transfer_ns=2**62), "too long to add up", ()),
         (_each(COLLECTIVE, num_elements_in=2**62), f"rank 0 unit 1 moves {2**62} elements", ("--cluster", "h100-sxm")),
         (_each(COLLECTIVE, num_elements_in=-4), "rank 0 unit 1 moves -4 elements", ("--cluster", "h100-sxm")),
@@ -68,6 +69,7 @@ def test_operations_and_types_that_are_not_known_keep_their_time(
 ) -> None:
     program = _program()
     _each(COLLECTIVE, op=200)(program)
+    _each(COMPUTE, phase=255)(program)
     _each(SEND, dtype=250)(program)
     path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
     assert run(["simulate", str(path), "--cluster", "h100-sxm"]) == 0

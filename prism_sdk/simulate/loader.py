@@ -145,7 +145,7 @@ class Loader:
         alone = ProcessGroup(group_id=_ALONE + rank, name="", description="", backend="", ranks=(rank,))
         self._alone[alone.group_id] = alone
         self._num_alone += int(lacks.sum())
-        changed = {"kind": UnitKind.COLLECTIVE, "group_id": alone.group_id, "seq": np.cumsum(lacks) - 1,
+        changed: dict[str, Any] = {"kind": UnitKind.COLLECTIVE, "group_id": alone.group_id, "seq": np.cumsum(lacks) - 1,
                    "peer": ABSENT32, "num_elements_in": ABSENT, "num_elements_out": ABSENT}  # fmt: skip
         return {**c, **{name: fixed(np.where(lacks, value, c[name]), c[name].dtype.type)
                         for name, value in changed.items()}}  # fmt: skip

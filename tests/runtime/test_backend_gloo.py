@@ -152,7 +152,7 @@ def test_reduced_calls_on_streams_give_what_eight_real_ranks_get(eight: Eight) -
     """Backend nccl on a GPU that is played, with gloo in the place of NCCL."""
     options = ("--plugin", str(PLAYED), "--backend", "played-nccl")
     said, output = eight.check("played", *options, without="all-reduce B")  # NCCL has no bitwise reductions
-    assert re.search(r"virtual neighbours on GPU 1: \d+ calls in 6 reduced communicators", said)
+    assert re.search(r"virtual neighbours on GPU 1 \(ranks share GPUs .*\): \d+ calls in 6 reduced communicators", said)
     facts = metadata(output)
     for rank in SANDBOX:
         of_rank = {name.removeprefix(f"rank.{rank}."): value for name, value in facts.items()}

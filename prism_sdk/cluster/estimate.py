@@ -99,8 +99,7 @@ def model_ns(cluster: Cluster, op: Op, *, num_bytes: int, shape: Shape) -> tuple
     n, k = max(shape.ranks, 2), max(shape.nodes, 1)
     m, size = cluster.model, float(max(num_bytes, 0))
     inside = cluster.nvlink.bandwidth_gb_per_s * cluster.nvlink.efficiency
-    nodes_of_domain = max(cluster.domain_gpus // cluster.gpus_per_node, 1)
-    nics = cluster.network.nics_per_node * nodes_of_domain
+    nics = cluster.network.nics_per_node * cluster.domain_gpus / cluster.gpus_per_node
     per_nic = cluster.network.bandwidth_gb_per_s * cluster.network.efficiency / cluster.network.oversubscription
     # the ranks of a domain share its NICs; a rank alone uses the NIC of its rail
     used = max(1.0, nics * min(shape.per_node, cluster.domain_gpus) / cluster.domain_gpus)

@@ -2,7 +2,7 @@
 
 It gives no transfer times (``estimate``) and knows no jobs.
 
-Links have one direction: each GPU has one into and one out of its NVLink domain, and so has each NIC. GPUs of a domain
+Links have one direction: each GPU has one into and one out of its NVLink domain, and so has each NIC. GPUs of a node
 have its NICs in order; where there are fewer NICs than GPUs, neighbours have one together; where there are more, those
 of a GPU count as one. A ring, a tree and an in-switch reduction use both directions of all members.
 """
@@ -17,16 +17,15 @@ from prismtrace import Op
 __all__ = ["busy_ns", "link_names", "links_of", "num_nics_of"]
 
 
-def _nics_of_domain(cluster: Cluster) -> tuple[int, int]:
-    """NICs of a domain, and how many links they count as."""
-    nics = cluster.network.nics_per_node * max(cluster.domain_gpus // cluster.gpus_per_node, 1)
-    return nics, min(nics, cluster.domain_gpus)
+def _links_of_node(cluster: Cluster) -> int:
+    """How many links the NICs of a node count as."""
+    return min(cluster.network.nics_per_node, cluster.gpus_per_node)
 
 
 def _nic_of(cluster: Cluster, rank: int) -> int:
-    _, links = _nics_of_domain(cluster)
-    domain, local = divmod(rank, cluster.domain_gpus)
-    return domain * links + local * links // cluster.domain_gpus
+    links = _links_of_node(cluster)
+    node, local = divmod(rank, cluster.gpus_per_node)
+    return node * links + local * links // cluster.gpus_per_node
 
 
 def num_nics_of(cluster: Cluster, ranks: Sequence[int]) -> int:
@@ -42,7 +41,7 @@ def links_of(cluster: Cluster, ranks: Sequence[int], *, is_message: bool = False
 
     A message from ``ranks[0]`` to ``ranks[1]`` uses one direction only.
     """
-    gpus, nics = cluster.num_gpus, cluster.num_gpus // cluster.domain_gpus * _nics_of_domain(cluster)[1]
+    gpus, nics = cluster.num_gpus, cluster.num_nodes * _links_of_node(cluster)
     domains = [rank // cluster.domain_gpus for rank in ranks]
     sources, targets = ([ranks[0]], [ranks[-1]]) if is_message else (ranks, ranks)
     network: list[int] = []
@@ -57,7 +56,7 @@ def links_of(cluster: Cluster, ranks: Sequence[int], *, is_message: bool = False
 
 def link_names(cluster: Cluster) -> list[str]:
     """What the numbers of links mean."""
-    nics = range(cluster.num_gpus // cluster.domain_gpus * _nics_of_domain(cluster)[1])
+    nics = range(cluster.num_nodes * _links_of_node(cluster))
     gpus = range(cluster.num_gpus)
     return [*(f"NVLink out of GPU {g}" for g in gpus), *(f"NVLink into GPU {g}" for g in gpus),
             *(f"network out of NIC {n}" for n in nics), *(f"network into NIC {n}" for n in nics)]  # fmt: skip
@@ -72,10 +71,10 @@ def busy_ns(cluster: Cluster, op: Op, *, num_bytes: int, shape: Shape, num_nics:
     n, per_node = shape.ranks, shape.per_node
     if n < 2 or num_bytes <= 0:
         return 0.0, 0.0
-    nics, as_links = _nics_of_domain(cluster)
     inside = cluster.nvlink.bandwidth_gb_per_s * cluster.nvlink.efficiency
     network = cluster.network
-    one = network.bandwidth_gb_per_s * network.efficiency / network.oversubscription * (nics / as_links)
+    one = network.bandwidth_gb_per_s * network.efficiency / network.oversubscription
+    one *= network.nics_per_node / _links_of_node(cluster)
     if op in (Op.SEND, Op.RECV):
         return (num_bytes / inside, 0.0) if shape.nodes == 1 else (0.0, num_bytes / one)
     if op is Op.ALL_TO_ALL:

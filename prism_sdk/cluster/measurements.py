@@ -1,4 +1,4 @@
-"""Reads measured transfers and makes tables of them: nccl-tests logs, small CSV or JSON files, observed traces.
+"""Reads measured transfers and makes tables of them: small CSV or JSON files, observed traces.
 
 It fits no model and writes no profile. The CSV and JSON form is the seam for other measuring tools, such as NCCL's
 profiler: one measurement a row with ``op, algo, proto, size, ranks, nodes, time_us``; algo, proto, nodes may be absent.
@@ -9,14 +9,14 @@ from __future__ import annotations
 import csv
 import json
 import os
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from prism_sdk.bounds import MAX_BYTES, MAX_QUANTITY, MAX_RANKS
 from prism_sdk.cluster.profile import Cluster, Shape, Table
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.graph.calibrate import measure
@@ -24,17 +24,18 @@ from prism_sdk.graph.job import JobGraph
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, DType, Op, UnitKind
 
-__all__ = ["Sample", "message_bytes", "read_measurements", "read_nccl_tests", "read_trace", "tables_of"]
+__all__ = [
+    "Sample",
+    "checked_sample",
+    "joined_tables",
+    "message_bytes",
+    "read_measurements",
+    "read_trace",
+    "tables_of",
+    "text_of",
+]
 
 _OPS = {op.name.lower(): op for op in Op if op is not Op.UNSPECIFIED}
-_NCCL_TESTS = {
-    "all_reduce": Op.ALL_REDUCE, "allreduce": Op.ALL_REDUCE, "all_gather": Op.ALL_GATHER, "allgather": Op.ALL_GATHER,
-    "reduce_scatter": Op.REDUCE_SCATTER, "reducescatter": Op.REDUCE_SCATTER, "alltoall": Op.ALL_TO_ALL,
-    "broadcast": Op.BROADCAST, "reduce": Op.REDUCE, "sendrecv": Op.SEND, "gather": Op.GATHER, "scatter": Op.SCATTER,
-}  # fmt: skip
-_BINARY = re.compile(r"\b([a-z_]+?)_perf(?:_mpi)?\b")
-_RANK = re.compile(r"^#\s+Rank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device", re.MULTILINE)
-_ROW = re.compile(r"^\s+(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+([\d.]+)\s+([\d.]+)\s+([\d.]+)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,35 +50,39 @@ class Sample:
     proto: str = ""
 
 
-def read_nccl_tests(path: str | os.PathLike[str], *, op: str | None = None) -> list[Sample]:
-    """The out-of-place times of a log of nccl-tests. ``op`` is needed where the log does not name the binary.
+def checked_sample(
+    *, op: Op, size: Any, ranks: Any, nodes: Any, time_us: Any, algo: str = "", proto: str = ""
+) -> Sample:  # fmt: skip
+    """A sample of figures from a file, as numbers or texts; raises ValueError that says which of them is wrong."""
+    num_ranks, num_nodes = _whole("ranks", ranks, 1, MAX_RANKS), _whole("nodes", nodes, 1, MAX_RANKS)
+    if num_nodes > num_ranks:
+        raise ValueError(f"{counted(num_ranks, 'rank')} cannot be spread over {num_nodes} nodes")
+    time = _number("time_us", time_us)
+    if not 0 < time <= MAX_QUANTITY:
+        raise ValueError(f"time_us is {time:g}: it must be above 0, and at most {MAX_QUANTITY:g}")
+    for name, text in (("algo", algo), ("proto", proto)):
+        if not text.isprintable():
+            raise ValueError(f"{name} {text!r} has characters that cannot be printed")
+    return Sample(op=Op.SEND if op is Op.RECV else op, size_bytes=_whole("size", size, 0, MAX_BYTES), algo=algo,
+                  proto=proto, time_ns=time * 1e3, shape=Shape(ranks=num_ranks, nodes=num_nodes))  # fmt: skip
 
-    Raises:
-        UnreadableError: the file cannot be opened, or is no log of nccl-tests.
-        UsageError: it has no times, or nothing says which operation it is of.
-    """
-    name = os.fspath(path)
-    text = _text(name)
-    ranks = {int(rank): host for rank, host in _RANK.findall(text)}
-    if not ranks:
-        reason = "no line '#  Rank  0 Pid ... on HOST device ...': it is no log of nccl-tests"
-        raise UnreadableError(name, reason=reason, hint="give the whole output, with its header")
-    found = [word for word in _BINARY.findall(text) if word in _NCCL_TESTS]
-    word = op or (found[0] if found else Path(name).name.split("_perf")[0])
-    if word not in _NCCL_TESTS:
-        raise UsageError(
-            f"{name}: which operation is it?", hint="add --op all_reduce, or keep the command line in the log"
-        )
-    shape = Shape(ranks=len(ranks), nodes=len(set(ranks.values())))
-    samples = []
-    for line in text.splitlines():
-        match = _ROW.match(line)
-        if match and float(match[6]) > 0 and int(match[1]) > 0:
-            samples.append(Sample(op=_NCCL_TESTS[word], size_bytes=int(match[1]), shape=shape,
-                                  time_ns=float(match[6]) * 1e3))  # fmt: skip
-    if not samples:
-        raise UsageError(f"{name}: the log of nccl-tests has no rows with times", hint="did the run end early?")
-    return samples
+
+def _number(name: str, value: Any) -> float:
+    if value is None or value == "":
+        raise ValueError(f"{name} is missing")
+    try:
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return float(value)
+    except (ValueError, OverflowError):
+        pass
+    raise ValueError(f"{name} {str(value)[:40]!r} is not a number")
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    number = _number(name, value)
+    if not low <= number <= high or number != int(number):
+        raise ValueError(f"{name} {str(value)[:40]} is not a whole number from {low} to {high:,}")
+    return int(number)
 
 
 def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
@@ -88,36 +93,61 @@ def read_measurements(path: str | os.PathLike[str]) -> list[Sample]:
         UsageError: a row lacks something.
     """
     name = os.fspath(path)
-    text = _text(name)
-    rows: list[dict[str, Any]]
-    try:
-        if name.endswith(".csv"):
-            rows = list(csv.DictReader(text.splitlines()))
-        elif text.lstrip().startswith("["):
-            rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
-        raise UnreadableError(name, reason=f"it is no JSON: {error}") from error
     samples = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(_rows(name), start=1):
         try:
-            op = _OPS[str(row["op"]).lower()]
-            shape = Shape(ranks=int(row["ranks"]), nodes=int(row.get("nodes") or 1))
-            algo, proto = str(row.get("algo") or ""), str(row.get("proto") or "")
-            time_ns = float(row["time_us"]) * 1e3
-            samples.append(
-                Sample(op=op, size_bytes=int(row["size"]), time_ns=time_ns, algo=algo, proto=proto, shape=shape)
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UsageError(f"{name}: row {number}: {error} is missing or wrong",
+            if not isinstance(row, Mapping):
+                raise ValueError(f"{str(row)[:40]} is not an object with columns")
+            algo, proto = (_word(row, key) for key in ("algo", "proto"))
+            samples.append(checked_sample(
+                op=_op_of(row), size=row.get("size"), ranks=row.get("ranks"), nodes=row.get("nodes") or 1, algo=algo,
+                time_us=row.get("time_us"), proto=proto,
+            ))  # fmt: skip
+        except ValueError as error:
+            raise UsageError(f"{name}: row {number}: {error}",
                              hint="columns are op, algo, proto, size, ranks, nodes, time_us") from error  # fmt: skip
+    if not samples:
+        raise UsageError(f"{name} holds no measurement", hint="one a row, under a header, or as JSON objects")
     return samples
 
 
-def _text(name: str) -> str:
+def _rows(name: str) -> list[Any]:
+    text = text_of(name)
     try:
-        return Path(name).read_text(encoding="utf-8")
+        if name.endswith(".csv"):
+            header, *lines = list(csv.reader(text.splitlines())) or [[]]
+            keys = [key.strip().lower() for key in header]
+            return [dict(zip(keys, map(str.strip, line), strict=False)) for line in lines if line]
+        if text.lstrip().startswith("["):
+            return list(json.loads(text))
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(name, reason=f"it is no JSON: {error}", hint="was it cut off?") from error
+    except csv.Error as error:
+        raise UnreadableError(name, reason=f"it is no CSV: {error}") from error
+
+
+def _op_of(row: Mapping[str, Any]) -> Op:
+    value = row.get("op")
+    if value in (None, ""):
+        raise ValueError("op is missing")
+    op = _OPS.get(str(value).lower())
+    if op is None:
+        raise ValueError(f"op {str(value)[:40]!r} is no operation; there are {', '.join(_OPS)}")
+    return op
+
+
+def _word(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key) or ""
+    if not isinstance(value, str):
+        raise ValueError(f"{key} {str(value)[:40]} is not a text")
+    return value
+
+
+def text_of(name: str) -> str:
+    """The text of a file; raises UnreadableError."""
+    try:
+        return Path(name).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
@@ -170,9 +200,31 @@ def tables_of(samples: Iterable[Sample], *, source: str, cluster: Cluster | None
     for (op, shape, algo, proto), sizes in sorted(groups.items()):
         known: Sequence[int] = sorted(size for size, times in sizes.items() if float(np.median(times)) > 0)
         if not known:
-            continue
+            continue  # of a trace: nobody waited for any of them
         spreads = [float(np.std(sizes[size]) / np.mean(sizes[size])) for size in known if len(sizes[size]) > 1]
         tables.append(Table(op=op, shape=shape, size_bytes=tuple(known), algo=algo, proto=proto, source=source,
                             time_ns=tuple(float(np.median(sizes[size])) for size in known),
                             spread_percent=round(100.0 * float(np.mean(spreads)), 2) if spreads else 0.0))  # fmt: skip
     return tables
+
+
+def joined_tables(sources: Sequence[tuple[str, Iterable[Sample]]], *, cluster: Cluster) -> list[Table]:
+    """One table for each operation, shape, algorithm and protocol, of the samples of all sources that have it.
+
+    Raises:
+        UsageError: a source has nothing for a table, or groups that the cluster has no room for.
+    """
+    together: list[Sample] = []
+    named: dict[tuple[Any, ...], list[str]] = {}
+    for source, samples in sources:
+        known = list(samples)
+        tables = tables_of(known, source=source, cluster=cluster)
+        if not tables:
+            raise UsageError(f"{source}: no transfer in it has a time")
+        together += known
+        for table in tables:
+            named.setdefault((table.op, table.shape, table.algo, table.proto), []).append(source)
+    return [
+        replace(table, source="; ".join(dict.fromkeys(named[table.op, table.shape, table.algo, table.proto])))
+        for table in tables_of(together, source="")
+    ]

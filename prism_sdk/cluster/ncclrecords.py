@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from prism_sdk.cluster.measurements import Sample
+from prism_sdk.cluster.measurements import Sample, checked_sample
 from prism_sdk.cluster.profile import Shape
 from prism_sdk.errors import UnreadableError, UsageError
 from prism_sdk.nccl.job import NcclJob, load_job
@@ -148,10 +148,9 @@ def read_nccl_report(path: str | os.PathLike[str]) -> list[Sample]:
                 "waiting", hint="make the report of the files of all ranks, or give the record files themselves",
             )  # fmt: skip
         samples = [
-            Sample(
-                op=_OPS[row["name"]], size_bytes=int(row["num_bytes"]), time_ns=float(row["median_ns"]),
-                shape=Shape(ranks=2 if row["name"] == "send_recv" else int(row["num_ranks"]),
-                            nodes=int(row["num_nodes"])),
+            checked_sample(
+                op=_OPS[row["name"]], size=row["num_bytes"], time_us=float(row["median_ns"]) / 1e3,
+                ranks=2 if row["name"] == "send_recv" else row["num_ranks"], nodes=row["num_nodes"],
                 algo=str(row["algo"]).lower(), proto=str(row["proto"]).lower(),
             )
             for row in report["rows"]

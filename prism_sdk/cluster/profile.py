@@ -134,7 +134,11 @@ class Cluster:
         return Shape(ranks=len(ranks), nodes=len({rank // self.domain_gpus for rank in ranks}))
 
 
-_OPS = {op.name.lower(): op for op in Op if op is not Op.UNSPECIFIED}
+#: Operations by name; a message is one transfer, whichever end names it.
+_OPS = {op.name.lower(): Op.SEND if op is Op.RECV else op for op in Op if op is not Op.UNSPECIFIED}
+_TEXTS = ("algo", "proto", "source")
+# beyond these a wrong unit is likelier than a link, and times leave 64 bits
+_SLOWEST, _FASTEST, _LEAST_SHARE = 1e-3, 1e6, 1e-3
 _ROOT = {"name": str, "num_nodes": int, "gpus_per_node": int, "gpu": str, "memory_gb": float}
 
 
@@ -153,12 +157,13 @@ def load_cluster(source: str | os.PathLike[str]) -> Cluster:
             f"no cluster profile is called {name!r}", hint=f"there are: {', '.join(shipped)}; or give a file"
         )
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UnreadableError(name, reason=error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
         raise UnreadableError(name, reason=f"it is not UTF-8 text, at byte {error.start}: no TOML file") from error
-    except ValueError as error:  # TOMLDecodeError, or a whole number of thousands of digits
+    # TOMLDecodeError, or a whole number of thousands of digits, or brackets of that depth
+    except (ValueError, RecursionError) as error:
         raise UnreadableError(name, reason=f"it is not TOML: {error}", hint="docs/cluster.md has an example") from error
     return parse_cluster(data, file=name)
 
@@ -176,8 +181,10 @@ def parse_cluster(data: Mapping[str, Any], *, file: str = "cluster.toml") -> Clu
         if key not in known:
             raise ClusterError(file, key, f"there is no such section; there are {', '.join(sorted(known))}")
     root = _values(data, "cluster", _ROOT, file, required=("name", "num_nodes", "gpus_per_node"))
-    for key in ("num_nodes", "gpus_per_node"):
-        _above(file, f"cluster.{key}", root[key], 0)
+    for key in ("num_nodes", "gpus_per_node", "memory_gb"):
+        _above(file, f"cluster.{key}", root.get(key, 1), 0)
+    for key in ("name", "gpu"):
+        _printable(file, f"cluster.{key}", root.get(key, "-"))
     nvlink = NvLink(**_section(data, "nvlink", NvLink, file))
     network = Network(**_section(data, "network", Network, file))
     model = _model(data.get("model", {}), file)
@@ -198,7 +205,14 @@ def parse_cluster(data: Mapping[str, Any], *, file: str = "cluster.toml") -> Clu
         raise ClusterError(
             file, "nvlink.domain_gpus", f"{cluster.domain_gpus} does not divide the {cluster.num_gpus} GPUs"
         )
+    if cluster.gpus_per_node % cluster.domain_gpus and cluster.domain_gpus % cluster.gpus_per_node:
+        raise ClusterError(file, "nvlink.domain_gpus", f"{cluster.domain_gpus} GPUs are neither whole nodes nor equal "
+                           f"parts of a node of {cluster.gpus_per_node}")  # fmt: skip
+    seen: dict[tuple[object, ...], int] = {}
     for index, table in enumerate(cluster.tables):
+        if (first := seen.setdefault((table.op, table.shape, table.algo, table.proto), index)) != index:
+            raise ClusterError(file, f"table[{index}]", f"operation, ranks, nodes, algo and proto are those of "
+                               f"table[{first}]: join the two")  # fmt: skip
         if table.shape.per_node > cluster.domain_gpus:
             raise ClusterError(file, f"table[{index}]", f"{table.shape.ranks} ranks do not fit on {table.shape.nodes} "
                                f"domains of {cluster.domain_gpus} GPUs")  # fmt: skip
@@ -242,6 +256,11 @@ def _section(data: Mapping[str, Any], section: str, kind: type, file: str) -> di
     for key, value in found.items():
         if types[key] is not bool:
             _above(file, f"{section}.{key}", value, 0)
+        if key.endswith("gb_per_s") and not _SLOWEST <= value <= _FASTEST:
+            raise ClusterError(file, f"{section}.{key}", f"{value:g} GB/s is no link: a link has {_SLOWEST:g} to "
+                               f"{_FASTEST:,.0f} GB/s (10^9 bytes a second)")  # fmt: skip
+    if found.get("efficiency", 1.0) < _LEAST_SHARE:
+        raise ClusterError(file, f"{section}.efficiency", f"{found['efficiency']:g} is below {_LEAST_SHARE:g}")
     if found.get("efficiency", 1.0) > 1.0:
         raise ClusterError(file, f"{section}.efficiency", f"{found['efficiency']:g} is above 1")
     if found.get("oversubscription", 1.0) < 1.0:
@@ -249,6 +268,14 @@ def _section(data: Mapping[str, Any], section: str, kind: type, file: str) -> di
             file, f"{section}.oversubscription", f"{found['oversubscription']:g} is below 1 (non-blocking)"
         )
     return found
+
+
+def _printable(file: str, key: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise ClusterError(file, key, f"{text!r} is not a text")
+    if not text.isprintable() or (key == "cluster.name" and not text.strip()):
+        raise ClusterError(file, key, f"{text!r} cannot be shown in a line: write printable characters")
+    return text
 
 
 def _above(file: str, key: str, value: float, low: float) -> None:
@@ -277,6 +304,8 @@ def _model(given: Any, file: str) -> Model:
             if not isinstance(number, int | float) or isinstance(number, bool) or not number > 0:
                 raise ClusterError(file, f"model.{key}.{proto}", f"{number!r} is not a number above 0")
             _within(file, f"model.{key}.{proto}", number, MAX_QUANTITY)
+            if key == "bandwidth_share" and not _LEAST_SHARE <= number <= 1:
+                raise ClusterError(file, f"model.{key}.{proto}", f"{number:g} is not from {_LEAST_SHARE:g} to 1")
         found[key] = {**getattr(defaults, key), **{proto: float(number) for proto, number in value.items()}}
     return Model(**found)
 
@@ -297,6 +326,10 @@ def _table(item: Any, index: int, file: str) -> Table:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ClusterError(file, f"{key}.{name}", f"{value!r} is not a whole number above 0")
         _within(file, f"{key}.{name}", value, MAX_RANKS)
+    shape = Shape(ranks=item["ranks"], nodes=item.get("nodes", 1))
+    if shape.nodes > shape.ranks:
+        raise ClusterError(file, f"{key}.nodes", f"{shape.ranks} ranks cannot be spread over {shape.nodes} nodes")
+    algo, proto, source = (_printable(file, f"{key}.{name}", item.get(name, "")) for name in _TEXTS)
     spread = item.get("spread_percent", 0.0)
     if not isinstance(spread, int | float) or isinstance(spread, bool) or not spread >= 0:
         raise ClusterError(file, f"{key}.spread_percent", f"{spread!r} is not a number of 0 or more")
@@ -313,12 +346,13 @@ def _table(item: Any, index: int, file: str) -> Table:
             raise ClusterError(file, f"{key}.points[{at}]", f"{point!r} is not [bytes, us] with a time above 0")
         for value, high in zip(point, (MAX_BYTES, MAX_QUANTITY), strict=True):
             _within(file, f"{key}.points[{at}]", value, high)
+        if point[0] != int(point[0]):
+            raise ClusterError(file, f"{key}.points[{at}]", f"{point[0]!r} is not a whole number of bytes")
         if sizes and point[0] <= sizes[-1]:
             raise ClusterError(file, f"{key}.points[{at}]", f"{point[0]} bytes do not come after {sizes[-1]} bytes")
         sizes.append(int(point[0]))
         times.append(float(point[1]) * 1e3)
     return Table(
-        op=_OPS[op], shape=Shape(ranks=item["ranks"], nodes=item.get("nodes", 1)), size_bytes=tuple(sizes),
-        time_ns=tuple(times), algo=str(item.get("algo", "")), proto=str(item.get("proto", "")),
-        source=str(item.get("source", "")), spread_percent=float(spread),
+        op=_OPS[op], shape=shape, size_bytes=tuple(sizes), time_ns=tuple(times), algo=algo, proto=proto, source=source,
+        spread_percent=float(spread),
     )  # fmt: skip

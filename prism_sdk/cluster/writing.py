@@ -18,7 +18,7 @@ def _value(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # JSON allows it bare, TOML does not
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_value(item)}" for key, item in value.items()) + " }"
     return repr(value)

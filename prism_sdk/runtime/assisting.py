@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from prism_sdk.runtime.forkserver import die_with_parent
+from prism_sdk.runtime.parents import die_with_parent
 from prism_sdk.runtime.wire import Channel, ChannelClosed
 
 

@@ -7,13 +7,11 @@ Machines share the file system of the output, and have the same Python environme
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import logging
 import os
 import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,18 +19,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from prism_sdk.errors import OutputError, PrismError, RunError, UsageError
+from prism_sdk.errors import OutputError, RunError, UsageError
 from prism_sdk.runtime.config import LaunchConfig
+from prism_sdk.runtime.host import RankHost
+from prism_sdk.runtime.servants import REFUSED, Servant, Task
 from prismtrace import PrismTraceError, TraceReader
 
 _MAX_RETRIES = 8  # of a slice whose machine went away
 _LOOK_S = 1.0
 _CONNECT_S = 5.0
-_REFUSED = 2  # exit code of a task that Prism itself ended with an error: it would do so again
 _MOST_STDERR = 4000
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ class SliceTask:
         except (PrismTraceError, OSError):
             return False
 
-    def run(self) -> None:
+    def run(self, make_host: Callable[..., RankHost]) -> None:
         """Run the slice on this machine; its trace appears when it is whole."""
         from prism_sdk.runtime.emulating import run_sandbox
         from prism_sdk.runtime.progress import Progress
@@ -66,27 +64,8 @@ class SliceTask:
         mine = self.output.with_name(f"{self.output.name}.{socket.gethostname()}-{os.getpid()}")
         config = replace(self.config, output=mine)
         with Progress(config.mode, quiet=True, environ=os.environ) as progress:
-            run_sandbox(config, self.graph, self.ranks, progress, times=self.times)
+            run_sandbox(config, self.graph, self.ranks, progress, times=self.times, make_host=make_host)
         mine.replace(self.output)
-
-
-class Task(Protocol):
-    """Work that one machine does alone, and that leaves one file."""
-
-    @property
-    def label(self) -> str:
-        """What it is, for messages: "the slice of ranks 0,1"."""
-
-    @property
-    def output(self) -> Path:
-        """The file; a folder of all machines holds it."""
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the file is there, and whole."""
-
-    def run(self) -> None:
-        """Do it, on this machine."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +127,13 @@ class RayEngine:
         Raises RunError with what the task said where one fails by itself. Tasks that have not ended by then, or at an
         interrupt, end with the connection (cancelling them here makes Ray itself abort where one ends just then).
         """
-        remote = self._ray.remote(num_cpus=self._needed, max_retries=_MAX_RETRIES)(_run_there)
+        remote = self._ray.remote(num_cpus=self._needed, max_retries=_MAX_RETRIES)(_do_there)
         left = [task for task in tasks if not task.is_finished]
         pending: dict[Any, Task] = {}
         for task in left:
             path = task.output.with_suffix(".task")
             path.write_bytes(pickle.dumps(task))
-            argv = [sys.executable, "-m", "prism_sdk.runtime.engines", str(path)]
-            pending[remote.remote(argv, os.getcwd(), _environ(), "")] = task
+            pending[remote.remote(str(path), os.getcwd(), _environ())] = task
         while pending:
             progress(len(tasks) - len(pending))
             ready, _ = self._ray.wait(list(pending), timeout=_LOOK_S)
@@ -170,7 +148,7 @@ class RayEngine:
             raise RunError(f"{task.label} was lost {_MAX_RETRIES + 1} times: {error}",
                            hint="give the command again: what is finished is kept") from error  # fmt: skip
         if code or not task.is_finished:
-            again = None if code == _REFUSED else "give the command again: what is finished is kept"
+            again = None if code == REFUSED else "give the command again: what is finished is kept"
             raise RunError(f"{task.label} failed (exit status {code}):\n{said[-_MOST_STDERR:].rstrip()}", hint=again)
 
     def start_on(self, name: str, argv: Sequence[str], *, text: str, num_cpus: int) -> Any:
@@ -224,6 +202,15 @@ def _run_there(argv: list[str], folder: str, environ: dict[str, str], text: str)
     return done.returncode, done.stderr
 
 
+_servants: list[Servant] = []  # of this process of Ray, which does many tasks: none or one
+
+
+def _do_there(path: str, folder: str, environ: dict[str, str]) -> tuple[int, str]:
+    if not _servants or _servants[0].has_ended:
+        _servants[:] = [Servant(folder, environ)]
+    return _servants[0].do(path)
+
+
 def kept_folder(folder: Path, facts: Sequence[object], *, label: str) -> Path:
     """The folder of what is finished; made, and emptied where it belongs to work of which other `facts` are true.
 
@@ -258,21 +245,3 @@ def _environ() -> dict[str, str]:
     return {k: v for k, v in kept.items() if not k.startswith("RAY_")} | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)
     }
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the task that a file describes. It ends with the task that started it."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    task: Task = pickle.loads(Path(argv[0]).read_bytes())
-    try:
-        task.run()
-    except PrismError as error:
-        sys.stderr.write(f"{error}\n")
-        return _REFUSED
-    return 0
-
-
-if __name__ == "__main__":
-    from prism_sdk.runtime import engines  # the task was pickled under this name
-
-    sys.exit(engines.main(sys.argv[1:]))

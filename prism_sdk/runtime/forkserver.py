@@ -13,7 +13,6 @@ Where launches follow each other, the process that has loaded torch stays, and f
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import select
@@ -24,25 +23,14 @@ import time
 
 from prism_sdk.runtime import preload
 from prism_sdk.runtime.leftovers import Descendants
+from prism_sdk.runtime.parents import adopt_orphans, die_with_parent
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.wire import Channel, ChannelClosed
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 _CLEANERS_S = 2.0  # what the cleaners get; they need milliseconds
 
 # processes that remove the semaphores and the shared memory of others once these are gone; killed, they leave them
 _CLEANERS = (b"multiprocessing.resource_tracker", b"torch_shm_manager")
-
-
-def die_with_parent(*, signal_number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send this process a signal (0: none) when its parent ends, however that ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0)
-
-
-def adopt_orphans() -> None:
-    """Become the parent of our descendants whose own parent ends, so that none of them is lost sight of."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def main(argv: list[str]) -> int:

@@ -9,7 +9,6 @@ there are any, and outside the rank's own memory.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import struct
@@ -22,6 +21,7 @@ from mmap import MAP_SHARED, PROT_READ, PROT_WRITE, mmap
 from pathlib import Path
 
 import prismtrace
+from prism_sdk.runtime.parents import die_with_parent
 
 _HEADER = struct.Struct("<qqqq")  # produced, consumed, reserved, reserved
 _HEADER_BYTES = 4096
@@ -252,7 +252,7 @@ def load_sequence(path: Path) -> PayloadSequence:
 def main(argv: Sequence[str]) -> int:
     """Assistant process: ring descriptor, trace, sequence file, CPUs (comma separated, may be empty)."""
     fd, trace, path, cpus = argv
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: end with the launcher
+    die_with_parent()
     if cpus:
         os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     with prismtrace.TraceReader(trace) as reader:

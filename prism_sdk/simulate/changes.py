@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.bounds import MAX_TIME_NS
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.job import SimJob, Slowdown
 from prism_sdk.simulate.selection import Selection
@@ -35,7 +36,10 @@ def _scaled(values: Int64Array, factor: float | npt.NDArray[np.float64]) -> Int6
     # detached members count from -1 downwards: what is scaled is their time after the post
     own = values < 0
     time = np.where(own, -1 - values, values)
-    scaled = np.floor(time * factor + 0.5).astype(np.int64)
+    longer = np.floor(time * factor + 0.5)
+    if not np.all(longer < MAX_TIME_NS):
+        raise UsageError("a change makes units take more than a hundred years", hint="take a smaller factor or spread")
+    scaled = longer.astype(np.int64)
     return np.where(own, -1 - scaled, scaled)
 
 

@@ -39,7 +39,7 @@ class RankLanes:
         kind, seq = c["kind"][rows], c["seq"][rows]
         is_collective = kind == UnitKind.COLLECTIVE
         if (seq == ABSENT).any():
-            raise _lacks_key(rank)
+            raise _lacks_key(rank, int(rows[seq == ABSENT][0]))
         keys = np.zeros((9, num), dtype=np.int64)
         keys[0], keys[4] = ~is_collective, np.where(is_collective, 0, c["tag"][rows])
         keys[5:] = kind, made["lane_count"][:num], made["lane_check"][:num], seq
@@ -52,8 +52,8 @@ class RankLanes:
         return len(set(keys)) == len(self.rows)
 
 
-def _lacks_key(rank: int) -> UnmatchedUnitError:
-    return UnmatchedUnitError(f"rank {rank} has communication without a peer or a sequence number",
+def _lacks_key(rank: int, row: int) -> UnmatchedUnitError:
+    return UnmatchedUnitError(f"rank {rank} has communication without a peer or a sequence number: row {row}",
                               hint="record the job with Prism")  # fmt: skip
 
 
@@ -68,7 +68,7 @@ class LaneTable:
         """Take up the lanes of a rank, whose rows have these groups and peers."""
         peers = np.where(lanes.is_collective, -1, peer[lanes.rows])
         if len(peers) and int(peers.min()) == ABSENT32:
-            raise _lacks_key(rank)
+            raise _lacks_key(rank, int(lanes.rows[peers == ABSENT32][0]))
         ends = np.where(lanes.is_collective, -1, rank)
         keys = lanes.keys.copy()
         keys[1] = group[lanes.rows]

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.bounds import MAX_BYTES
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable, RankLanes
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
-from prism_sdk.simulate.recalled import Recalled
+from prism_sdk.simulate.recalled import Recalled, fixed
 from prism_sdk.simulate.weights import CALIBRATED_COLUMNS, PROVENANCE, begin_of, calibrated_weights, observed_weights
-from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, TraceReader, UnitKind
+from prism_sdk.wording import counted
+from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, ProcessGroup, TraceReader, UnitKind
 
 __all__ = ["Loader", "RankColumns"]
 
@@ -33,6 +35,11 @@ RankColumns: TypeAlias = dict[str, Array]
 #: What a program consists of, beside how its lanes follow from groups and peers.
 _STRUCTURE = ("kind", "phase", "op", "step", "seq", "tag", "awaits", "microbatch", "label", "dtype", "num_elements_in",
               "num_elements_out")  # fmt: skip
+_ALONE = 2**61
+"""Numbers of groups of one rank begin here."""
+_KINDS = [kind for kind in UnitKind if kind is not UnitKind.UNSPECIFIED]
+_PHASES, _OPS = list(Phase), list(Op)
+_MAX_ELEMENTS = MAX_BYTES // max(dtype.itemsize_bytes for dtype in DType)
 _ITEM_BYTES = np.zeros(256, dtype=np.int64)
 for _dtype in DType:
     _ITEM_BYTES[int(_dtype)] = _dtype.itemsize_bytes
@@ -85,6 +92,8 @@ class Loader:
         self._by_rank: list[tuple[int, int, int, int, int]] = []
         self._lanes = LaneTable()
         self._recalled = Recalled()
+        self._alone: dict[int, ProcessGroup] = {}
+        self._num_alone = 0
         self._size = 0
         self._work: dict[str, Array] = {}
 
@@ -108,6 +117,8 @@ class Loader:
 
     def add(self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int) -> None:
         """Take up the units of one rank; columns are as ``recalled.fixed`` gives them."""
+        if self._is_measured:
+            c = self._keyed(rank, c)
         arrays = [c[name] for name in _STRUCTURE]
         structure: _Structure | None = self._recalled.get(first_index, arrays)
         if structure is None or not structure.fits(c["group_id"], c["peer"]):
@@ -121,7 +132,29 @@ class Loader:
         memory = -1 if memory == UNKNOWN_BYTES else max(memory, memory_peak_bytes)
         self._by_rank.append((structure.program, base, origin, stage, memory))
 
+    def _keyed(self, rank: int, c: RankColumns) -> RankColumns:
+        """Communication that does not say what it meets, as imported traces have it, meets nobody.
+
+        It becomes a sequence of its own, in a group of one rank, and takes what its times show.
+        """
+        kind, seq = c["kind"], c["seq"]
+        is_message = (kind == UnitKind.SEND) | (kind == UnitKind.RECV)
+        lacks = ((kind == UnitKind.COLLECTIVE) | is_message) & (seq == ABSENT) | is_message & (c["peer"] == ABSENT32)
+        if not lacks.any():
+            return c
+        alone = ProcessGroup(group_id=_ALONE + rank, name="", description="", backend="", ranks=(rank,))
+        self._alone[alone.group_id] = alone
+        self._num_alone += int(lacks.sum())
+        changed: dict[str, Any] = {"kind": UnitKind.COLLECTIVE, "group_id": alone.group_id, "seq": np.cumsum(lacks) - 1,
+                   "peer": ABSENT32, "num_elements_in": ABSENT, "num_elements_out": ABSENT}  # fmt: skip
+        return {**c, **{name: fixed(np.where(lacks, value, c[name]), c[name].dtype.type)
+                        for name, value in changed.items()}}  # fmt: skip
+
     def _structure(self, rank: int, c: RankColumns, first_index: int) -> _Structure:
+        if (unknown := ~np.isin(c["kind"], _KINDS)).any():
+            row = int(unknown.argmax())
+            raise GraphError(f"{self._source}: rank {rank} unit {first_index + row} is of kind {c['kind'][row]}, which "
+                             "is not known", hint="the trace is damaged, or of a newer version")  # fmt: skip
         made = self._room(len(c["kind"]))
         table = np.full(256, -1, dtype=np.int64)
         while True:
@@ -142,17 +175,27 @@ class Loader:
         heads = made["lane_row"][made["lane_of"][rows]]
         is_message = c["kind"][rows] != UnitKind.COLLECTIVE
         return _Structure(
-            program=self._program(c, made, num_holds), lanes=RankLanes.of(rank, c, made, num_lanes), rows=rows,
-            heads=heads, messages=rows[is_message], message_heads=heads[is_message],
+            program=self._program(rank, c, made, num_holds, first_index), rows=rows, heads=heads,
+            lanes=RankLanes.of(rank, c, made, num_lanes), messages=rows[is_message], message_heads=heads[is_message],
         )  # fmt: skip
 
-    def _program(self, c: RankColumns, made: Mapping[str, Array], num_holds: int) -> int:
+    def _program(
+        self, rank: int, c: RankColumns, made: Mapping[str, Array], num_holds: int, first_index: int
+    ) -> int:  # fmt: skip
         if self._with_sizes:
             count = np.where(_RECEIVED[c["op"]], c["num_elements_out"], c["num_elements_in"])
-            num_bytes = np.where(count == ABSENT, -1, np.maximum(count, 0) * _ITEM_BYTES[c["dtype"]])
+            if (wrong := (count != ABSENT) & ((count < 0) | (count > _MAX_ELEMENTS)) & (made["lane_of"] >= 0)).any():
+                row = int(wrong.argmax())
+                raise GraphError(f"{self._source}: rank {rank} unit {first_index + row} moves {count[row]} elements",
+                                 hint="the trace is damaged: record it again")  # fmt: skip
+            item = _ITEM_BYTES[c["dtype"]]
+            is_unknown = (count == ABSENT) | ((item == 0) & (count > 0))
+            num_bytes = np.where(is_unknown, -1, np.where(is_unknown, 0, count) * item)
         else:
             num_bytes = np.full(len(c["kind"]), -1, dtype=np.int64)
         part: dict[str, Any] = {name: c[name] for name in ("kind", "phase", "op", "step", "microbatch", "label")}
+        for name, known in (("phase", _PHASES), ("op", _OPS)):  # they are places in tables, and names
+            part[name] = np.where(np.isin(c[name], known), c[name], 0).astype(np.uint8)
         part.update({name: made[name] for name in ("lane_of", "ordinal", "awaited", "hold")}, num_bytes=num_bytes)
         digest = hashlib.blake2b(digest_size=16)
         for name, values in part.items():
@@ -202,11 +245,12 @@ class Loader:
     def finish(self, reader: TraceReader, *, labels: tuple[str, ...]) -> SimJob:
         """Match the operations of all ranks, and find the weights of measured traces."""
         ranks = np.array(self._ranks, dtype=np.int64)
-        lanes = self._lanes.match(ranks, reader.groups, source=self._source)
+        groups = {**reader.groups, **self._alone}
+        lanes = self._lanes.match(ranks, groups, source=self._source)
         by_rank = np.array(self._by_rank, dtype=np.int64).reshape(-1, 5).T.copy()
         job = SimJob(
             source=self._source, graph_kind=self._graph_kind, world_size=reader.world_size,
-            groups=dict(reader.groups), metadata=dict(reader.metadata), ranks=ranks, lanes=lanes,
+            groups=groups, metadata=dict(reader.metadata), ranks=ranks, lanes=lanes,
             programs=_joined(self._parts, labels), program=by_rank[0], weight_base=by_rank[1],
             origin_ns=by_rank[2], stage=by_rank[3],
             memory_bytes=by_rank[4], main=_concatenated(self._main), side=_concatenated(self._side),
@@ -215,6 +259,9 @@ class Loader:
         )  # fmt: skip
         if not self._is_measured:
             return job
+        if self._num_alone:
+            what = counted(self._num_alone, "communication unit", separator=",")
+            job = replace(job, notes=(*job.notes, f"{what} without a peer or a sequence number: they wait for nobody"))
         has_streams = any(reader.metadata.get(f"rank.{rank}.times") == "device" for rank in self._ranks)
         return observed_weights(job, self._times, has_streams=has_streams)
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS
+from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS, MAX_TIME_NS
 from prism_sdk.errors import UsageError
 from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
 from prism_sdk.simulate.job import SimJob
@@ -186,28 +187,33 @@ def _note_on_memory(job: SimJob) -> str:
 
 def with_links(cluster: Cluster, links: tuple[str, ...]) -> Cluster:
     """The profile with changed links: ``network.bandwidth_gb_per_s=25`` or ``network.nics_per_node=x0.5``."""
+    from prism_sdk.cluster import format_cluster, parse_cluster
+
     for text in links:
         key, equals, value = text.partition("=")
         section, _, name = key.partition(".")
         parts: dict[str, Any] = {"network": cluster.network, "nvlink": cluster.nvlink}
-        item = parts.get(section)
-        if not equals or item is None or not isinstance(getattr(item, name, None), int | float):
-            raise UsageError(
-                f"--link {text!r} is not network.KEY=VALUE or nvlink.KEY=VALUE", hint="docs/cluster.md has the keys"
-            )
+        item: Any = parts.get(section)
+        old = getattr(item, name, None)
+        if not equals or not isinstance(old, int | float) or isinstance(old, bool):
+            lacks = item is not None and name in vars(item) and old is None
+            what = f": the profile gives no {key}" if lacks else " is not network.KEY=VALUE or nvlink.KEY=VALUE"
+            raise UsageError(f"--link {text!r}{what}", hint="docs/cluster.md has the keys; theirs are numbers")
         try:
             number = float(value.removeprefix("x"))
         except ValueError:
             raise UsageError(f"--link {text!r}: {value!r} is not a number, or x and a factor") from None
-        old = getattr(item, name)
         new = old * number if value.startswith("x") else number
         if not new > 0 or not math.isfinite(new):
             raise UsageError(f"--link {text!r} gives {new:g}: it must be above 0")
         if new > (MAX_RANKS if isinstance(old, int) else MAX_QUANTITY):
             raise UsageError(f"--link {text!r} gives {new:g}: this is more than any link has")
+        if isinstance(old, int) and new != int(new):
+            raise UsageError(f"--link {text!r} gives {new:g}: {key} is a whole number")
         value_of: Any = int(new) if isinstance(old, int) else new
         changed: Any = {section: replace(item, **{name: value_of})}
         cluster = replace(cluster, **changed)
+        parse_cluster(tomllib.loads(format_cluster(cluster)), file=f"--link {text!r}")  # as a profile is checked
     return cluster
 
 
@@ -231,9 +237,12 @@ def _time(text: str, whole: str) -> int:
         number = text.removesuffix(unit)
         if number != text:
             try:
-                return round(float(number) * _UNITS[unit])
+                time_ns = float(number) * _UNITS[unit]
             except ValueError:
                 break
+            if not 0 <= time_ns < MAX_TIME_NS:
+                raise UsageError(f"{text!r} in {whole!r} is no time from 0 to a hundred years")
+            return round(time_ns)
     raise UsageError(f"{text!r} in {whole!r} is not a time", hint="write 1.5s, 200ms, 10us or 5ns")
 
 

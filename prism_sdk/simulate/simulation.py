@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.graph.errors import GraphDeadlockError
+from prism_sdk.bounds import MAX_TIME_NS
+from prism_sdk.graph.errors import GraphDeadlockError, GraphError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -160,6 +161,26 @@ def _slow_segments(job: SimJob) -> tuple[Int64Array, Int64Array, npt.NDArray[np.
     return begin, from_ns, np.array([f for s in chosen for f in s.factor], dtype=np.float64)
 
 
+def _check_length(job: SimJob) -> None:
+    """Raise where times may leave 64 bits: no clock goes beyond the sum of all weights of all ranks."""
+    slowest = job.scale * max([1.0, *(factor for slow in job.slowdowns.values() for factor in slow.factor)])
+    limit = 2 * MAX_TIME_NS - float(np.ptp(job.origin_ns) if job.num_ranks else 0)
+    longest = [max(abs(float(w.min(initial=0))), float(w.max(initial=0))) for w in (job.main, job.side)]
+    if (longest[0] * float(np.max(slowest, initial=1.0)) + longest[1]) * len(job) < limit:
+        return  # so it is in all but damaged traces
+    length = np.append(0.0, np.cumsum(np.abs(job.main.astype(np.float64))))
+    gaps = np.append(0.0, np.cumsum(np.abs(job.side.astype(np.float64))))
+    begin, end = job.weight_base, job.weight_base + job.sizes
+    total = ((length[end] - length[begin]) * np.maximum(slowest, 1.0) + gaps[end] - gaps[begin]).sum()
+    if not total < limit:
+        raise _too_long(job, total)
+
+
+def _too_long(job: SimJob, total_ns: float) -> GraphError:
+    return GraphError(f"{job.source}: the times of all ranks together are {total_ns / 1e9:.3g} s: too long to add up",
+                      hint="are its times and the factors of the changes right?")  # fmt: skip
+
+
 def simulate(job: SimJob) -> Timeline:
     """When every unit of the job starts and ends, to the nanosecond; the cost is linear in units.
 
@@ -167,7 +188,9 @@ def simulate(job: SimJob) -> Timeline:
 
     Raises:
         GraphDeadlockError: units of several ranks wait for each other in a circle.
+        GraphError: times are so long that their sum leaves 64 bits.
     """
+    _check_length(job)
     p, lanes = job.programs, job.lanes
     total, num_collectives, num_ranks = lanes.total_events, lanes.num_collectives, job.num_ranks
     remaining = np.repeat(lanes.num_members, lanes.num_events).astype(np.int32)
@@ -199,8 +222,11 @@ def simulate(job: SimJob) -> Timeline:
     )  # fmt: skip
     if finished < num_ranks:
         _raise_deadlock(job, cursor)
-    return Timeline(job=job, arrival_ns=arrival, last=last, step_end_ns=step_end, step_offsets=step_offsets,
-                    end_ns=clock, shared=shared, _slow=slow)  # fmt: skip
+    timeline = Timeline(job=job, arrival_ns=arrival, last=last, step_end_ns=step_end, step_offsets=step_offsets,
+                        end_ns=clock, shared=shared, _slow=slow)  # fmt: skip
+    if num_ranks and timeline.length_ns * num_ranks >= MAX_TIME_NS:  # what all ranks wait for one is added up
+        raise _too_long(job, timeline.length_ns * num_ranks)
+    return timeline
 
 
 def _raise_deadlock(job: SimJob, cursor: Int64Array) -> None:

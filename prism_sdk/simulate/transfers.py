@@ -25,6 +25,9 @@ from prismtrace import Op, UnitKind
 __all__ = ["lane_shapes", "with_cluster"]
 
 Int64Array = npt.NDArray[np.int64]
+_OPS = frozenset(int(op) for op in Op if op is not Op.UNSPECIFIED)
+#: Eleven days: sums of thousands of transfers stay within 64 bits.
+LONGEST_NS = 1e15
 
 
 def with_cluster(
@@ -82,21 +85,26 @@ def with_cluster(
             op = int(Op.RECV if kind[row] == UnitKind.RECV else job.programs.op[rows][row])
             if num_bytes < 0 and op == Op.BARRIER:
                 num_bytes = 0
-            if num_bytes < 0 or op == 0:
+            if num_bytes < 0 or op not in _OPS:
                 without_size += 1
                 main[row] = 0 if main[row] == UNKNOWN_TRANSFER else main[row]
                 continue
             found = look_up(cluster, op, num_bytes, mine[lane_of[row]], cache)
-            if relative_to is None:
-                main[row] = round(found.time_ns)
-            elif main[row] >= 0:
+            time_ns = found.time_ns
+            if relative_to is not None:
                 base = look_up(relative_to, op, num_bytes, theirs[lane_of[row]], old).time_ns
-                main[row] = round(int(main[row]) * found.time_ns / base) if base > 0 else main[row]
+                time_ns = int(main[row]) * time_ns / base if base > 0 and main[row] >= 0 else int(main[row])
+            if not time_ns < LONGEST_NS:
+                among = counted(mine[lane_of[row]].ranks, "rank")
+                what = f"{Op(op).name.lower()} of {num_bytes:,} bytes among {among}"
+                raise UsageError(f"{cluster.name}: {what} would take {time_ns / 1e9:.3g} s",
+                                 hint="are the units of the profile right?")  # fmt: skip
+            main[row] = round(time_ns)
             provenance[row] = found.provenance if relative_to is None else 3
             used[found.basis.split(",")[0]] += 1
         out.put(position, (mine, theirs), main, job.side[weights], provenance)
     most = (f"{name} ({counted(count, 'unit', separator=',')})" for name, count in used.most_common(4))
-    notes = [f"transfers of {cluster.name}: {', '.join(most)}"]
+    notes = [f"transfers of {cluster.name}: {', '.join(most) or 'none'}"]
     errors = [item.error_percent for item in cache.values() if item.error_percent]
     if errors:
         notes.append(

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prism_sdk.graph.errors import MissingTimingError
+from prism_sdk.bounds import MAX_TIME_NS
+from prism_sdk.graph.errors import GraphError, MissingTimingError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -80,9 +81,7 @@ def _calibrated_side(
     return side, ~is_moving & (side < 0)
 
 
-def observed_weights(
-    job: SimJob, times: list[tuple[Int64Array, Int64Array]], *, has_streams: bool = False
-) -> SimJob:
+def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]], *, has_streams: bool = False) -> SimJob:
     """The job with the weights that its times show; ``times`` has start and end of the rows of each rank.
 
     An operation starts at its last post, and not before the one before it in its group is complete on all members.
@@ -172,6 +171,11 @@ def _dated(job: SimJob, at: int, start: Int64Array, end: Int64Array, *, has_stre
     p = job.programs
     rows = p.rows(int(job.program[at]))
     kind, awaited = p.kind[rows], p.awaited[rows]
+    for times in (start, end):
+        if (beyond := (times != ABSENT) & ((times <= -MAX_TIME_NS) | (times >= MAX_TIME_NS))).any():
+            raise GraphError(f"{job.source}: rank {job.ranks[at]} unit {int(beyond.argmax())} is at "
+                             f"{times[beyond][0]} ns: times are within 146 years",
+                             hint="the trace is damaged: observe the job again")  # fmt: skip
     is_host = (kind == UnitKind.COMPUTE) | (kind == UnitKind.WAIT)
     if (lacks := is_host & ((start == ABSENT) | (end == ABSENT))).any():
         raise MissingTimingError(f"{job.source}: rank {job.ranks[at]} has {int(lacks.sum())} units of "

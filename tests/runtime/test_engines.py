@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import pickle
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ from prism_sdk.cli.main import run
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.engines import RayEngine, SliceTask, kept_slices
+from prism_sdk.runtime.host import RankHost
+from prism_sdk.runtime.servants import REFUSED, Servant
 from prism_sdk.testing.launches import Launches
 from prismtrace import GraphKind, TraceReader, TraceWriter
 from tests.runtime.role_jobs import structure_differences
@@ -45,7 +50,7 @@ for step in range(3):
     optimizer.step()
     optimizer.zero_grad()
     (folder / f"began-{rank}-{step}").touch()
-    time.sleep(0.2)
+    time.sleep(float(sys.argv[2]) if sys.argv[2:] else 0.2)
 dist.destroy_process_group()
 """
 
@@ -146,6 +151,77 @@ def test_machines_that_die_lose_nothing_that_was_finished(
     capsys.readouterr()
     assert run(["sweep", *map(str, words)]) == 0
     assert json.loads(capsys.readouterr().out) == there
+    _interrupt_a_recording(machines, tmp_path, script, ran)
+
+
+def _interrupt_a_recording(machines: Machines, folder: Path, script: Path, ran: Path) -> None:
+    (ran / "began-0-0").unlink()
+    process = machines.start("record", "--world-size", "3", "-o", folder / "cut.prism", "--", script, ran, "60")
+    until = time.monotonic() + 100
+    while not (ran / "began-0-0").exists() and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said, said
+    with TraceReader(folder / "cut.prism") as reader:
+        assert reader.metadata["job.status"] == "aborted" and 0 in reader.ranks
+    while (left := _running(folder)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, "no rank outlives the command, on any machine"
+
+
+def _running(folder: Path) -> list[str]:
+    """Processes that name the folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+    return [line for line in found if str(folder) in line]
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A task: it notes which process did it."""
+
+    output: Path
+    how: str = "well"
+
+    @property
+    def label(self) -> str:
+        return self.how
+
+    @property
+    def is_finished(self) -> bool:
+        return self.output.exists()
+
+    def run(self, make_host: Callable[..., RankHost]) -> None:
+        if self.how == "refused":
+            raise UsageError("this cannot be")
+        if self.how == "broken":
+            raise ValueError("a defect")
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.output.write_text(str(os.getpid()))
+
+
+def test_one_process_does_task_after_task_until_one_fails(tmp_path: Path) -> None:
+    """A kept process has torch loaded for all slices of a machine; Ray keeps its own process, which keeps this one."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+    def do(servant: Servant, *works: _Work) -> list[tuple[int, str]]:
+        for work in works:
+            work.output.with_suffix(".task").write_bytes(pickle.dumps(work))
+        return [servant.do(str(work.output.with_suffix(".task"))) for work in works]
+
+    servant = Servant(str(tmp_path), environ)
+    works = [_Work(tmp_path / "one"), _Work(tmp_path / "no", "refused"), _Work(tmp_path / "two")]
+    (first, _), (refused, said), (second, silence) = do(servant, *works)
+    assert (first, refused, second, silence) == (0, REFUSED, 0, "") and said == "this cannot be\n"
+    assert works[0].output.read_text() == works[2].output.read_text() and not servant.has_ended
+    ((broken, said),) = do(servant, _Work(tmp_path / "three", "broken"))
+    assert broken == 1 and "ValueError: a defect" in said and servant.has_ended
+    ((killed, said),) = do(Servant(str(tmp_path), environ), _Work(tmp_path / "four", "killed"))
+    assert (killed, said) == (-signal.SIGKILL, "")
 
 
 @pytest.mark.parametrize("where", ["", "ray://"])

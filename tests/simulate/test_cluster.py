@@ -125,7 +125,7 @@ def test_measurements_of_other_tools_come_as_csv_or_json(tmp_path: Path) -> None
     assert found[0] == found[1] == found[2]
     assert found[0][0].time_ns == (12_000,) and found[0][0].algo == "ring" and found[0][0].spread_percent > 10
     (tmp_path / "bad.csv").write_text("op,size\nall_gather,64\n")
-    with pytest.raises(UsageError, match=r"bad.csv: row 1: 'ranks' is missing"):
+    with pytest.raises(UsageError, match=r"bad.csv: row 1: ranks is missing"):
         read_measurements(tmp_path / "bad.csv")
 
 

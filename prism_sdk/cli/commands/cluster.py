@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,8 @@ from prism_sdk.wording import counted
 from prism_sdk.writing import write_whole
 
 if TYPE_CHECKING:
-    from prism_sdk.cluster import Cluster, Table
+    from prism_sdk.cluster import Cluster
+    from prism_sdk.cluster.measurements import Sample
 
 
 @click.group("cluster")
@@ -70,12 +72,12 @@ def fit(
     """
     from prism_sdk.cluster import (
         format_cluster,
+        joined_tables,
         load_cluster,
         read_measurements,
         read_nccl,
         read_nccl_tests,
         read_trace,
-        tables_of,
     )
 
     if not (logs or measurements or records or traces):
@@ -83,16 +85,17 @@ def fit(
     if output is not None:
         check_output(output, overwrite=overwrite, sources=[*logs, *measurements, *records, *traces])
     cluster = load_cluster(profile)
-    tables: list[Table] = []
+    sources: list[tuple[str, Sequence[Sample]]] = []
     for path in logs:
-        tables += tables_of(read_nccl_tests(path, op=op), source=f"nccl-tests, {path.name}", cluster=cluster)
+        sources.append((f"nccl-tests, {_shown(path)}", read_nccl_tests(path, op=op, report=_finding)))
     for path in measurements:
-        tables += tables_of(read_measurements(path), source=path.name, cluster=cluster)
+        sources.append((_shown(path), read_measurements(path)))
     if records:
-        source = f"NCCL profiler, {records[0].name}" + (f" and {len(records) - 1} more" if records[1:] else "")
-        tables += tables_of(read_nccl(records, report=_finding), source=source, cluster=cluster)
+        source = f"NCCL profiler, {_shown(records[0])}" + (f" and {len(records) - 1} more" if records[1:] else "")
+        sources.append((source, read_nccl(records, report=_finding)))
     for path in traces:
-        tables += tables_of(read_trace(path, cluster), source=f"trace {path.name}", cluster=cluster)
+        sources.append((f"trace {_shown(path)}", read_trace(path, cluster)))
+    tables = joined_tables(sources, cluster=cluster)
     keys = {(table.op, table.shape, table.algo, table.proto) for table in tables}
     kept = [table for table in cluster.tables if (table.op, table.shape, table.algo, table.proto) not in keys]
     cluster = replace(cluster, tables=(*kept, *tables))
@@ -115,6 +118,11 @@ def check(profile: str, as_json: bool) -> int:
     else:
         _show(cluster)
     return ExitCode.OK
+
+
+def _shown(path: Path) -> str:
+    """The name of a file as it stands in a profile: names may hold anything."""
+    return "".join(letter if letter.isprintable() else "?" for letter in path.name)
 
 
 def _finding(text: str) -> None:

@@ -12,7 +12,6 @@ of its like before.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import heapq
 import os
@@ -26,6 +25,7 @@ from prism_sdk.graph.plan import BoundaryPlan
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
 from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.parents import die_with_parent
 
 _FIRST_LEAD_NS = 6_000
 MAX_LEAD_NS = 60_000  # of what the device does by itself
@@ -190,7 +190,7 @@ class Releaser:
 def main(argv: Sequence[str]) -> int:
     """Arguments: table's descriptor, plan, rank, board's descriptor or -1, CPUs (comma separated, may be empty)."""
     table_fd, plan_path, rank, board_fd, cpus = argv
-    ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL: end with the launcher
+    die_with_parent()
     if cpus:
         os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     with contextlib.suppress(OSError):  # needs a privilege

@@ -22,9 +22,9 @@ from typing import Any
 from prism_sdk.errors import PrismError, UsageError
 from prism_sdk.runtime.arena import Arena, create_arena
 from prism_sdk.runtime.cpus import slot_cpus
-from prism_sdk.runtime.forkserver import die_with_parent
 from prism_sdk.runtime.host import Policy, RankHost, RankProcess
 from prism_sdk.runtime.interrupts import Interrupted
+from prism_sdk.runtime.parents import die_with_parent
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.spread import links
 from prism_sdk.runtime.wire import Channel, ChannelClosed

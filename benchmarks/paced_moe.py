@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from pacing import Pace
 from torch import nn
 
 LAYER_MS, ROW_MS = 18.0, 0.2  # forward; backward takes twice as long
@@ -29,28 +29,6 @@ def load_example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def pause(duration_ms: float) -> None:
-    until = time.monotonic() + duration_ms / 1e3
-    time.sleep(max(duration_ms / 1e3 - 2e-4, 0.0))
-    while time.monotonic() < until:
-        pass
-
-
-class Pace(torch.autograd.Function):
-    """The identity, which takes `forward_ms` and, on the way back, twice that."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_ms: float) -> torch.Tensor:
-        ctx.forward_ms = forward_ms
-        pause(forward_ms)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        pause(2 * ctx.forward_ms)
-        return gradient, None
 
 
 def main() -> None:

@@ -9,12 +9,12 @@ cores, and what is left of the error is the emulation's own: structure, waiting,
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import time
 
 import torch
 import torch.distributed as dist
+from pacing import Pace
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,35 +29,13 @@ parser.add_argument("--imbalance", type=float, default=0.0, help="how much longe
 parser.add_argument("--wrap", choices=("fsdp2", "ddp"), default="fsdp2")
 
 
-class Pace(torch.autograd.Function):
-    """The identity, which takes `forward_ms` and, on the way back, twice that."""
-
-    @staticmethod
-    def forward(ctx, x, forward_ms):
-        ctx.forward_ms = forward_ms
-        pause(forward_ms)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        pause(2 * ctx.forward_ms)
-        return gradient, None
-
-
-def pause(duration_ms: float) -> None:
-    until = time.monotonic() + duration_ms / 1e3 * math.exp(random.gauss(0.0, args.jitter))
-    time.sleep(max(until - time.monotonic() - 2e-4, 0.0))
-    while time.monotonic() < until:
-        pass
-
-
 class Layer(nn.Module):
     def __init__(self, width: int, forward_ms: float) -> None:
         super().__init__()
         self.linear, self.forward_ms = nn.Linear(width, width), forward_ms
 
     def forward(self, x):
-        return Pace.apply(torch.tanh(self.linear(x)), self.forward_ms)
+        return Pace.apply(torch.tanh(self.linear(x)), self.forward_ms, args.jitter)
 
 
 args = parser.parse_args()

@@ -17,10 +17,10 @@ from prism_sdk.errors import UsageError
 from prism_sdk.simulate.job import SimJob, Slowdown
 from prism_sdk.simulate.selection import Selection
 from prism_sdk.simulate.variants import VariantWeights
-from prism_sdk.simulate.weights import find_rows
+from prism_sdk.simulate.weights import events_of, find_rows
 from prismtrace import Op, UnitKind
 
-__all__ = ["Change", "Equal", "ExpertSkew", "Scale", "Slow", "Straggle", "Throttle"]
+__all__ = ["Change", "Equal", "ExpertSkew", "Scale", "Slow", "Straggle", "Throttle", "with_prompt_sends"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -41,6 +41,29 @@ def _scaled(values: Int64Array, factor: float | npt.NDArray[np.float64]) -> Int6
         raise UsageError("a change makes units take more than a hundred years", hint="take a smaller factor or spread")
     scaled = longer.astype(np.int64)
     return np.where(own, -1 - scaled, scaled)
+
+
+def with_prompt_sends(job: SimJob) -> SimJob:
+    """The job, whose sends take no longer than their receives.
+
+    How long a send lasted in a trace is until the program asked for its end, or until the receiver had come: neither
+    stays when ranks come at other times. A receive lasts from when both were there.
+    """
+    p, lanes = job.programs, job.lanes
+    received = np.full(lanes.total_events + 1, np.iinfo(np.int64).max)
+    places = []
+    for at in range(job.num_ranks):
+        rows, own = find_rows(job, at)
+        event, row = events_of(job, at)
+        kind, main = p.kind[rows][row], job.main[own][row]
+        is_known = (kind == UnitKind.RECV) & (main >= 0)
+        np.minimum.at(received, event[is_known], main[is_known])
+        is_send = kind == UnitKind.SEND
+        places.append((own.start + row[is_send], event[is_send]))
+    main = job.main.copy()
+    for place, event in places:
+        main[place] = np.minimum(main[place], received[event])
+    return replace(job, main=main)
 
 
 def _computes(job: SimJob, position: int) -> npt.NDArray[np.bool_]:

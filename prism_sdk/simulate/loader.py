@@ -21,7 +21,14 @@ from prism_sdk.simulate.job import Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable, RankLanes
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
 from prism_sdk.simulate.recalled import Recalled, fixed
-from prism_sdk.simulate.weights import CALIBRATED_COLUMNS, PROVENANCE, begin_of, calibrated_weights, observed_weights
+from prism_sdk.simulate.weights import (
+    CALIBRATED_COLUMNS,
+    MEASURED,
+    PROVENANCE,
+    begin_of,
+    calibrated_weights,
+    observed_weights,
+)  # fmt: skip
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, DType, GraphKind, Op, Phase, ProcessGroup, TraceReader, UnitKind
 
@@ -76,7 +83,8 @@ class Loader:
     ) -> None:  # fmt: skip
         self._source = source
         self._graph_kind = graph_kind
-        self._is_measured = is_measured
+        self.is_measured = is_measured
+        """Whether weights follow from times."""
         self._total_units = total_units
         self._with_sizes = with_sizes
         self._transfers_needed = transfers_needed
@@ -115,18 +123,24 @@ class Loader:
             self._work = work
         return {name: array[:size] for name, array in self._work.items()}
 
-    def add(self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int) -> None:
-        """Take up the units of one rank; columns are as ``recalled.fixed`` gives them."""
-        if self._is_measured:
+    def add(
+        self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int,
+        weights: tuple[Int64Array, Int64Array] | None = None,
+    ) -> None:  # fmt: skip
+        """Take up the units of one rank; columns are as ``recalled.fixed`` gives them.
+
+        ``weights``: main and side of its rows, of all ranks or of none; absent: those that the columns show.
+        """
+        if self.is_measured:
             c = self._keyed(rank, c)
         arrays = [c[name] for name in _STRUCTURE]
         structure: _Structure | None = self._recalled.get(first_index, arrays)
         if structure is None or not structure.fits(c["group_id"], c["peer"]):
             structure = self._recalled.put(first_index, arrays, self._structure(rank, c, first_index))
         self._lanes.add(rank, structure.lanes, c["group_id"], c["peer"])
-        base = self._weigh(rank, c, first_index)
+        base = self._weigh(rank, c, first_index) if weights is None else self._keep(weights)
         memory = self._recalled.of(_memory_of, c["memory_bytes"])
-        origin = begin_of(c["kind"], c["start_ns"]) if self._is_measured else 0
+        origin = begin_of(c["kind"], c["start_ns"]) if self.is_measured else 0
         self._ranks.append(rank)
         stage = self._recalled.of(_first_stage, c["stage"])
         memory = -1 if memory == UNKNOWN_BYTES else max(memory, memory_peak_bytes)
@@ -211,9 +225,17 @@ class Loader:
             self._parts.append(kept)
         return self._programs[key]
 
+    def _keep(self, weights: tuple[Int64Array, Int64Array]) -> int:
+        main, side = weights
+        self._main.append(main)
+        self._side.append(side)
+        self._provenance.append(np.full(len(main), MEASURED, dtype=np.uint8))
+        self._num_weights += len(main)
+        return self._num_weights - len(main)
+
     def _weigh(self, rank: int, c: RankColumns, first_index: int) -> int:
         size = len(c["kind"])
-        if self._is_measured:
+        if self.is_measured:
             self._times.append((c["start_ns"], c["end_ns"]))
             self._num_weights += size
             return self._num_weights - size
@@ -257,11 +279,13 @@ class Loader:
             chained=np.ones(max(lanes.num_collectives, 1), dtype=np.uint8),
             provenance=_concatenated(self._provenance, np.uint8), scale=np.ones(len(ranks), dtype=np.float64),
         )  # fmt: skip
-        if not self._is_measured:
+        if not self.is_measured:
             return job
         if self._num_alone:
             what = counted(self._num_alone, "communication unit", separator=",")
             job = replace(job, notes=(*job.notes, f"{what} without a peer or a sequence number: they wait for nobody"))
+        if not self._times:  # weights were given
+            return replace(job, origin_ns=job.origin_ns - int(job.origin_ns.min()))
         has_streams = any(reader.metadata.get(f"rank.{rank}.times") == "device" for rank in self._ranks)
         return observed_weights(job, self._times, has_streams=has_streams)
 

@@ -21,7 +21,7 @@ from prism_sdk.graph.job import JobGraph
 from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.loader import Loader, RankColumns
 from prism_sdk.simulate.recalled import Recalled, fixed
-from prism_sdk.simulate.weights import LEAD, PROVENANCE
+from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, GraphKind, TableKind, TraceReader
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
@@ -42,6 +42,7 @@ COLUMNS: dict[str, type[np.generic]] = {
 _NAMES = (*COLUMNS, PROVENANCE, LEAD)
 _TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8, LEAD: np.int64, "label": np.int32}
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
+_MAIN, _SIDE = "main", "side"  # columns that a change moves along with the others
 _OF_RECORDING = "computing takes what it took in the recording, where ranks ran by turns: it is not calibrated"
 _ABSENT = {spec.name: spec.default for spec in MODEL_COLUMNS[TableKind.UNITS] if spec.name in COLUMNS}
 _MOST_DEFAULTS = 512
@@ -62,8 +63,13 @@ def _no_collector() -> Iterator[None]:
 class _Taker:
     """Reads the columns of one rank after the other, and gives the same arrays for what ranks have in common."""
 
-    def __init__(self, reader: TraceReader, *, steps: range | None, change: Change | None, with_sizes: bool) -> None:
+    def __init__(
+        self, reader: TraceReader, *, steps: range | None, change: Change | None, with_sizes: bool,
+        unchanged: SimJob | None,
+    ) -> None:  # fmt: skip
+        """``unchanged``: the job without the change, where weights follow from when all ranks did what."""
         self._reader, self._steps, self._change, self._with_sizes = reader, steps, change, with_sizes
+        self._unchanged = unchanged
         self._names = [name for name in _NAMES if with_sizes or name not in _SIZES]
         if with_sizes:
             self._names.append("label")
@@ -75,7 +81,7 @@ class _Taker:
         """Read a rank, change it, and hand it to the loader."""
         table = self._reader.units(rank, steps=self._steps, columns=self._names)
         columns, first_index = self._columns(table), table.first_index
-        peak = -1
+        weights, peak = None, -1
         if self._reader.num_steps(rank):
             peaks = self._reader.steps(rank, columns=["memory_peak_bytes"]).memory_peak_bytes
             peak = int(peaks.max(initial=-1))
@@ -85,12 +91,17 @@ class _Taker:
             columns["awaits"] = np.where(awaits >= first_index, awaits - first_index, ABSENT)
             first_index = 0
             before = int(columns["memory_bytes"].max(initial=-1))
+            if self._unchanged is not None:
+                _, own = find_rows(self._unchanged, int(np.searchsorted(self._unchanged.ranks, rank)))
+                columns |= {_MAIN: self._unchanged.main[own], _SIDE: self._unchanged.side[own]}
             columns = self._change(rank, columns)
+            if self._unchanged is not None:
+                weights = columns.pop(_MAIN), columns.pop(_SIDE)
             after = int(columns["memory_bytes"].max(initial=-1))
             if peak >= 0 and before >= 0 and after >= 0:  # of steps: it changes by as much as that of units
                 peak += after - before
             columns = {name: fixed(column, _TYPES[name]) for name, column in columns.items()}
-        loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak)
+        loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak, weights=weights)
 
     def _columns(self, table: UnitTable) -> RankColumns:
         size = len(table)
@@ -175,7 +186,10 @@ def load(
     loader = Loader(source=reader.path, graph_kind=reader.graph_kind, transfers_needed=transfers_needed,
                     is_measured=reader.graph_kind is not GraphKind.CALIBRATED and not is_bare,
                     with_sizes=with_sizes, total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
-    taker = _Taker(reader, steps=steps, change=change, with_sizes=with_sizes)
+    unchanged = None
+    if change is not None and loader.is_measured:  # when units ran says nothing once there are others
+        unchanged = load(reader, ranks=ranks, steps=steps, with_sizes=with_sizes, transfers_needed=transfers_needed)
+    taker = _Taker(reader, steps=steps, change=change, with_sizes=with_sizes, unchanged=unchanged)
     with _no_collector():
         for number, rank in enumerate(chosen):
             taker.take(rank, loader)

@@ -127,11 +127,8 @@ class Microbatches:
         if not len(named):
             return [(row, ABSENT32) for row in range(begin, end)]
         first, last = int(named[0]), int(named[-1]) + 1
-        inner = np.flatnonzero(microbatch[first:last] == ABSENT32)
-        if len(inner):
-            unit = begin + first + int(inner[0])
-            raise UsageError(f"rank {rank} has units between its microbatches that name none (unit {unit})",
-                             hint="record the job with an adapter that names microbatches and stages")  # fmt: skip
+        owner = _owners(rank, columns, begin, named)
+        microbatch, phase = microbatch[owner], phase[owner]
         parts: dict[tuple[int, int], list[int]] = {}
         for row in range(first, last):
             way = int(Phase.BACKWARD if phase[row] == Phase.BACKWARD else Phase.FORWARD)
@@ -154,6 +151,30 @@ class Microbatches:
             number = old[m % len(old)] + m // len(old) * (old[-1] + 1)
             rows += [(row, number) for row in parts.get((way, old[m % len(old)]), [])]
         return [*rows, *((row, ABSENT32) for row in range(begin + last, end))]
+
+
+def _owners(rank: int, columns: RankColumns, begin: int, named: npt.NDArray[np.intp]) -> Int64Array:
+    """For each row of a step up to its last that names a microbatch, the one whose microbatch is its own.
+
+    `named` are those, counted from `begin`. What a schedule computes between its passes names none: it goes with what
+    follows, a wait with what it waits for. Raises UsageError for communication between them that names none: nobody can
+    say whether each microbatch has it or the step.
+    """
+    num = int(named[-1]) + 1
+    owner = named[np.searchsorted(named, np.arange(num))]
+    rows = slice(begin, begin + num)
+    kind, awaits = columns["kind"][rows], columns["awaits"][rows] - begin
+    names_none = columns["microbatch"][rows] == ABSENT32
+    talks = np.flatnonzero(names_none & (kind != UnitKind.COMPUTE) & (kind != UnitKind.WAIT))
+    talks = talks[talks >= named[0]]
+    if len(talks):
+        unit = begin + int(talks[0])
+        raise UsageError(f"rank {rank} communicates between its microbatches without naming one (unit {unit})",
+                         hint="record the job with an adapter that names microbatches and stages")  # fmt: skip
+    waits = np.flatnonzero(names_none & (kind == UnitKind.WAIT) & (awaits >= 0) & (awaits < num))
+    waits = waits[~names_none[awaits[waits]]]
+    owner[waits] = awaits[waits]
+    return owner
 
 
 def _renumbered(columns: RankColumns) -> Int64Array:

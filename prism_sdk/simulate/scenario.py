@@ -16,7 +16,16 @@ import numpy as np
 
 from prism_sdk.bounds import MAX_QUANTITY, MAX_RANKS, MAX_TIME_NS
 from prism_sdk.errors import UsageError
-from prism_sdk.simulate.changes import Distribution, Equal, ExpertSkew, Scale, Slow, Straggle, Throttle
+from prism_sdk.simulate.changes import (
+    Distribution,
+    Equal,
+    ExpertSkew,
+    Scale,
+    Slow,
+    Straggle,
+    Throttle,
+    with_prompt_sends,
+)  # fmt: skip
 from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.loading import RankColumns, load
 from prism_sdk.simulate.replicas import DataParallel
@@ -72,6 +81,12 @@ class Scenario:
         """Whether ranks or units differ from those of the trace."""
         return bool(self.remove) or any(value is not None for value in (self.microbatches, self.schedule, self.dp))
 
+    @property
+    def _moves_ranks(self) -> bool:
+        """Whether ranks come to their messages at other times, one before the other, than in the trace."""
+        is_reordered = self.microbatches is not None or self.schedule is not None
+        return is_reordered or bool(self.slow or self.straggle or self.equal)
+
     def job(
         self, source: str | os.PathLike[str], *, steps: range | None = None,
         progress: Callable[[int, int], None] | None = None,
@@ -93,6 +108,8 @@ class Scenario:
                                  hint="`prism cat` shows kinds, phases, operations")  # fmt: skip
         if self.microbatches is not None or self.schedule is not None:
             job = replace(job, notes=(*job.notes, _note_on_memory(job)))
+        if self._moves_ranks and int(job.stage.max(initial=-1)) > 0:
+            job = with_prompt_sends(job)
         if self.dp is not None:
             job = DataParallel(self.dp, frozenset(self.dp_groups)).apply(job)
         job = self._transfers(job)

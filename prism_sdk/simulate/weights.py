@@ -22,7 +22,7 @@ from prism_sdk.simulate.recalled import Recalled
 from prismtrace import ABSENT, UnitKind
 
 __all__ = ["CALIBRATED_COLUMNS", "LEAD", "MEASURED", "PROVENANCE", "UNKNOWN_TRANSFER", "begin_of",
-           "calibrated_weights", "observed_weights"]  # fmt: skip
+           "calibrated_weights", "events_of", "find_rows", "observed_weights"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 MEASURED = 1
@@ -94,7 +94,7 @@ def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]], *,
     arrival, completed = np.full(total + 1, _LOW), np.full(total + 1, _LOW)
     dated = [_dated(job, at, start, end, has_streams=has_streams) for at, (start, end) in enumerate(times)]
     for at, rank in enumerate(dated):
-        event, _ = _events(job, at)
+        event, _ = events_of(job, at)
         np.maximum.at(arrival, event, rank.posted_ns)
         has_end = rank.ended_ns != ABSENT
         np.maximum.at(completed, event[has_end], rank.ended_ns[has_end])
@@ -105,7 +105,7 @@ def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]], *,
     # a collective that some member completed before the one before it: no chain
     early = np.zeros(total + 1, dtype=np.bool_)
     for at, rank in enumerate(dated):
-        event, _ = _events(job, at)
+        event, _ = events_of(job, at)
         ended = np.minimum(np.where(rank.ended_ns == ABSENT, rank.found_ns, rank.ended_ns), rank.found_ns)
         early[event[(ended < ready[event]) & (ended >= arrival[event])]] = True
     if early.any():
@@ -144,7 +144,7 @@ def begin_of(kind: npt.NDArray[np.uint8], start: Int64Array) -> int:
     return int(min([*known.tolist(), *host[host != ABSENT].tolist()], default=0))
 
 
-def _events(job: SimJob, at: int) -> tuple[Int64Array, Int64Array]:
+def events_of(job: SimJob, at: int) -> tuple[Int64Array, Int64Array]:
     """The events of the communication rows of a rank position, and these rows."""
     p = job.programs
     rows = p.rows(int(job.program[at]))
@@ -208,7 +208,7 @@ def _of_rank(
     side[is_compute] = np.maximum(start - before, 0)[is_compute]
     main[is_compute] = (end - np.maximum(start, before))[is_compute]
     np.maximum(main, 0, out=main)
-    event, row = _events(job, at)
+    event, row = events_of(job, at)
     side[row] = posted - before[row]
     is_send = kind[row] == UnitKind.SEND
     has_end = dated.ended_ns != ABSENT

@@ -16,9 +16,13 @@ FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS, MESSAGE_NS, REDUCE_NS = 400, 900, 150, 30
 
 
 def pipeline(
-    path: Path, *, stages: int = 3, replicas: int = 2, microbatches: int = 4, schedule: str = "1f1b", steps: int = 3
-) -> Path:
-    """Rank = replica * stages + stage; stage s computes s * 10 ns longer. Microbatch m costs m ns more."""
+    path: Path, *, stages: int = 3, replicas: int = 2, microbatches: int = 4, schedule: str = "1f1b", steps: int = 3,
+    glue_ns: int = 0,
+) -> Path:  # fmt: skip
+    """Rank = replica * stages + stage; stage s computes s * 10 ns longer. Microbatch m costs m ns more.
+
+    `glue_ns`: before each pass the schedule computes so long, and its unit names no microbatch.
+    """
     world = stages * replicas
     groups = {
         1 + s: ProcessGroup(1 + s, f"dp{s}", "data parallel", "nccl", tuple(range(s, world, stages)))
@@ -44,6 +48,8 @@ def pipeline(
 
         def part(phase: Phase, m: int, ahead: int, work: int, **columns: Any) -> None:
             known = {"phase": int(phase), "microbatch": m, **columns}
+            if glue_ns:
+                mine.append({"kind": 1, "start_ns": 0, "end_ns": glue_ns, **columns})
             tag = 0 if phase == Phase.FORWARD else 1
             if 0 <= stage - ahead < stages:
                 message(UnitKind.RECV, rank - ahead, tag, **known)

@@ -2,8 +2,8 @@
 
 Real runs over gloo on this machine whose layers sleep: a slow rank, another number of replicas, all computing scaled
 (paced_training.py with DDP), another number of microbatches, another schedule, a slow stage (paced_pipeline.py). Each
-answer is simulated from a run without the change. `emulated`: rank 0 of the changed timeline that the simulator wrote
-(`-o`), emulated; only for changes after which the program itself stays as it is.
+answer is simulated from a run without the change. `emulated`: rank 0 among peers of which one computes longer by that
+factor, emulated.
 
     python benchmarks/whatif_real.py --repeats 3 [--only microbatches]
 """
@@ -19,7 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
+from prism_sdk.builtin.slices import write_times
 from prism_sdk.simulate import Scenario, load, simulate
+from prismtrace import GraphKind, TraceReader, UnitKind
 
 HERE = Path(__file__).parent
 DDP = (str(HERE / "paced_training.py"), "--wrap", "ddp", "--steps", "12", "--forward-ms")
@@ -71,15 +75,22 @@ def step_ms(path: Path) -> float:
     return simulate(load(path)).step_time_ns / 1e6
 
 
+def slowed(graph: Path, output: Path, *, rank: int, factor: float) -> Path:
+    """A calibrated graph in which a rank computes so many times as long."""
+    with TraceReader(graph) as reader:
+        units = reader.units(rank)
+        length = np.where(units.kind == UnitKind.COMPUTE, units.end_ns - units.start_ns, 0)
+        columns = {rank: {"end_ns": units.end_ns + np.round(length * (factor - 1)).astype(np.int64)}}
+    write_times(graph, columns, output, GraphKind.CALIBRATED, {}, with_payloads=True)
+    return output
+
+
 def emulated_ms(folder: Path, case: Case) -> float:
     """The step of rank 0 among peers that are as slow as the simulator made them."""
     size = ("--nproc-per-node", str(case.ranks))
     bare = prism("record", folder / "bare.prism", case.before, *size)
     graph = prism("calibrate", folder / "graph.prism", case.before, "--graph", str(bare))
-    changed = folder / "changed-graph.prism"
-    simulate_it = [sys.executable, "-m", "prism_sdk.cli.main", "simulate", str(graph), *case.words.split(), "-o",
-                   str(changed), "--overwrite"]  # fmt: skip
-    subprocess.run(simulate_it, check=True, capture_output=True)
+    changed = slowed(graph, folder / "changed-graph.prism", rank=1, factor=float(case.words.rpartition(":")[2]))
     output = prism("emulate", folder / "emulated.prism", case.before, "--graph", str(changed))
     return step_ms(output)
 

@@ -12,17 +12,19 @@ steps, divided by their number, and then means over the ranks that have the laye
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.analysis.job import Job
-from prismtrace import ABSENT, ABSENT32, DictionaryColumn, DType, Phase, TraceReader, UnitKind
+from prismtrace import ABSENT, ABSENT32, DictionaryColumn, DType, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["LayerCost", "layer_costs"]
 
 Int64Array = npt.NDArray[np.int64]
 _COLUMN = "prism.layer"
+_ENUMS: dict[str, type[IntEnum]] = {"kind": UnitKind, "phase": Phase, "op": Op, "dtype": DType}
 _FIGURES = ("forward_ns", "backward_ns", "other_ns", "waiting_ns", "communication_ns", "communication_bytes")
 _ITEM_BYTES = np.array([DType(number).itemsize_bytes if number in DType._value2member_map_ else 0
                         for number in range(256)], dtype=np.int64)  # fmt: skip
@@ -54,7 +56,7 @@ def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tupl
     Args:
         source: the trace of ``job``.
         job: what was loaded of it; a trace without steps has no layers.
-        column: another column of names or numbers, such as ``prism.part`` or ``microbatch``, in place of layers.
+        column: another column of names or whole numbers, such as ``prism.part`` or ``microbatch``, in place of layers.
     """
     windows = job.windows
     numbers = np.unique(windows.step)
@@ -84,12 +86,14 @@ def _of_place(
     graph = job.graph
     table = source.units(graph.ranks[place], steps=steps, columns=[column])
     layers = table.columns().get(column)
-    if isinstance(layers, np.ndarray) and layers.dtype in (np.int32, np.int64):
-        known = layers != (ABSENT32 if layers.dtype == np.int32 else ABSENT)
+    if isinstance(layers, np.ndarray) and layers.dtype.kind in "iu":
+        absent = {"i4": ABSENT32, "i8": ABSENT}.get(layers.dtype.str[1:], 0)  # 0: UNSPECIFIED, or no group
+        known = layers != absent
         numbers, codes = np.unique(layers[known], return_inverse=True)
         numbered = np.full(len(layers), -1, dtype=np.int32)
         numbered[known] = codes
-        layers = DictionaryColumn(numbered, tuple(map(str, numbers.tolist())))
+        words = {int(item): item.name.lower() for item in _ENUMS.get(column, ())}
+        layers = DictionaryColumn(numbered, tuple(words.get(number, str(number)) for number in numbers.tolist()))
     if not isinstance(layers, DictionaryColumn):
         return {}
     rows = table.row_index - int(graph.first_index[place]) + int(graph.offsets[place])

@@ -5,6 +5,7 @@ They work on the columns of one rank before it is taken up (the argument ``chang
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -84,6 +85,7 @@ class Remove:
 
 
 _MOST_ROWS = 1_000_000
+_REST = (-1, -1)  # in place of a pass: what follows the last one of a step
 
 
 @dataclass(frozen=True)
@@ -123,17 +125,24 @@ class Microbatches:
     def _step(self, rank: int, columns: RankColumns, begin: int, end: int) -> list[tuple[int, int]]:
         """Rows of the step in their new order, each with its microbatch."""
         microbatch, phase = columns["microbatch"][begin:end], columns["phase"][begin:end]
-        named = np.flatnonzero(microbatch != ABSENT32)
+        late = _waits_for_sends(columns, begin, end)
+        named = np.flatnonzero((microbatch != ABSENT32) & ~late)
         if not len(named):
             return [(row, ABSENT32) for row in range(begin, end)]
         first, last = int(named[0]), int(named[-1]) + 1
+        late &= columns["awaits"][begin:end] - begin >= first
         owner = _owners(rank, columns, begin, named)
         microbatch, phase = microbatch[owner], phase[owner]
+        way = np.where(phase == Phase.BACKWARD, int(Phase.BACKWARD), int(Phase.FORWARD))
+        keys = list(zip(way.tolist(), microbatch.tolist(), strict=True))
         parts: dict[tuple[int, int], list[int]] = {}
         for row in range(first, last):
-            way = int(Phase.BACKWARD if phase[row] == Phase.BACKWARD else Phase.FORWARD)
-            parts.setdefault((way, int(microbatch[row])), []).append(begin + row)
+            if not late[row]:
+                parts.setdefault(keys[row], []).append(begin + row)
         old = sorted({number for _, number in parts})
+        keys += [_REST] * (end - begin - last)
+        parts[_REST] = [row for row in range(begin + last, end) if not late[row - begin]]
+        waits = _deferred(columns["awaits"][begin:end] - begin, np.flatnonzero(late), keys, parts, begin)
         stage = columns["stage"][begin:end][named]
         if len(np.unique(stage)) != 1:
             raise UsageError(f"rank {rank} has units of several stages: interleaved schedules cannot be changed yet")
@@ -147,18 +156,53 @@ class Microbatches:
             sequence += [(int(Phase.FORWARD), m), (int(Phase.BACKWARD), m - warmup)]
         sequence += [(int(Phase.BACKWARD), m) for m in range(count - warmup, count)]
         rows = [(row, ABSENT32) for row in range(begin, begin + first)]
-        for way, m in sequence:
-            number = old[m % len(old)] + m // len(old) * (old[-1] + 1)
-            rows += [(row, number) for row in parts.get((way, old[m % len(old)]), [])]
-        return [*rows, *((row, ABSENT32) for row in range(begin + last, end))]
+        due: dict[int, list[tuple[int, int, int]]] = {}  # place in the sequence -> offset, row, microbatch
+        for place, (direction, m) in enumerate([*sequence, _REST]):
+            key = (direction, old[m % len(old)]) if place < len(sequence) else _REST
+            number = key[1] + m // len(old) * (old[-1] + 1) if key != _REST else ABSENT32
+            for passes, offset, row in waits.get(key, []):
+                there = min(place + passes, len(sequence))
+                due.setdefault(there, []).append((offset if there == place + passes else 0, row, number))
+            own = [(row, number) for row in parts.get(key, [])]
+            for offset, row, sent in sorted(due.get(place, []), reverse=True):  # from behind: offsets stay right
+                own.insert(offset, (row, sent))
+            rows += own
+        return rows
+
+
+def _waits_for_sends(columns: RankColumns, begin: int, end: int) -> npt.NDArray[np.bool_]:
+    """Which rows of a step wait for a message that the rank sent in the same step."""
+    kind, awaits = columns["kind"][begin:end], columns["awaits"][begin:end] - begin
+    inside: npt.NDArray[np.bool_] = (kind == UnitKind.WAIT) & (awaits >= 0) & (awaits < len(kind))
+    inside[inside] = kind[awaits[inside]] == UnitKind.SEND
+    return inside
+
+
+def _deferred(
+    awaits: Int64Array, late: npt.NDArray[np.intp], keys: list[tuple[int, int]],
+    parts: dict[tuple[int, int], list[int]], begin: int,
+) -> dict[tuple[int, int], list[tuple[int, int, int]]]:  # fmt: skip
+    """For each pass the waits for what it sends: how many passes later, behind how many rows of that pass, which row.
+
+    A program asks for the end of a send when it needs the buffer, often only in its next pass. Were the wait put right
+    behind the send, the rank would wait for a transfer that its computing hid.
+    """
+    place = {key: index for index, key in enumerate(parts)}
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for row in late.tolist():
+        sender, where = keys[int(awaits[row])], keys[row]
+        offset = bisect.bisect_left(parts[where], begin + row)
+        passes = place[where] - place[sender]
+        found.setdefault(sender, []).append((max(passes, 0), offset if passes >= 0 else len(parts[where]), begin + row))
+    return found
 
 
 def _owners(rank: int, columns: RankColumns, begin: int, named: npt.NDArray[np.intp]) -> Int64Array:
     """For each row of a step up to its last that names a microbatch, the one whose microbatch is its own.
 
     `named` are those, counted from `begin`. What a schedule computes between its passes names none: it goes with what
-    follows, a wait with what it waits for. Raises UsageError for communication between them that names none: nobody can
-    say whether each microbatch has it or the step.
+    follows, a wait with the receive or collective it waits for (of sends: ``_deferred``). Raises UsageError for
+    communication between them that names none: nobody can say whether each microbatch has it or the step.
     """
     num = int(named[-1]) + 1
     owner = named[np.searchsorted(named, np.arange(num))]
@@ -172,7 +216,7 @@ def _owners(rank: int, columns: RankColumns, begin: int, named: npt.NDArray[np.i
         raise UsageError(f"rank {rank} communicates between its microbatches without naming one (unit {unit})",
                          hint="record the job with an adapter that names microbatches and stages")  # fmt: skip
     waits = np.flatnonzero(names_none & (kind == UnitKind.WAIT) & (awaits >= 0) & (awaits < num))
-    waits = waits[~names_none[awaits[waits]]]
+    waits = waits[~names_none[awaits[waits]] & (kind[awaits[waits]] != UnitKind.SEND)]
     owner[waits] = awaits[waits]
     return owner
 

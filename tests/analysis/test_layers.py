@@ -107,6 +107,9 @@ def test_costs_by_another_column(tmp_path: Path) -> None:
     costs = {cost.layer: cost.forward_ns for cost in analyze(path, by="microbatch").costs_by}
     assert costs == {"0": 50, "1": 30, None: 50}
     assert "no microbatch" in analyze(path, by="microbatch").format_table()
+    costs = {cost.layer: cost.forward_ns for cost in analyze(path, by="phase").costs_by}
+    assert "forward" in costs and sum(costs.values()) == costs["forward"] > 0
+    assert "compute" in {cost.layer for cost in analyze(path, by="kind").costs_by}
     assert analyze(path).by is None and "by" not in analyze(path).to_dict()
     with pytest.raises(UsageError, match="no unit of a step has a value"):
         analyze(path, by="prism.part")

@@ -17,11 +17,12 @@ FORWARD_NS, BACKWARD_NS, OPTIMIZER_NS, MESSAGE_NS, REDUCE_NS = 400, 900, 150, 30
 
 def pipeline(
     path: Path, *, stages: int = 3, replicas: int = 2, microbatches: int = 4, schedule: str = "1f1b", steps: int = 3,
-    glue_ns: int = 0,
+    glue_ns: int = 0, late_waits: bool = False,
 ) -> Path:  # fmt: skip
     """Rank = replica * stages + stage; stage s computes s * 10 ns longer. Microbatch m costs m ns more.
 
     `glue_ns`: before each pass the schedule computes so long, and its unit names no microbatch.
+    `late_waits`: a rank asks for the end of what it sent in its next pass, when that has computed.
     """
     world = stages * replicas
     groups = {
@@ -36,6 +37,7 @@ def pipeline(
         stage, replica = rank % stages, rank // stages
         mine: list[dict[str, Any]] = []
         seqs: dict[Any, int] = {}
+        sent: list[dict[str, Any]] = []  # waits that are still to come
 
         def message(kind: UnitKind, peer: int, tag: int, **columns: Any) -> None:
             seq = seqs.setdefault((kind, peer, tag), 0)
@@ -45,6 +47,8 @@ def pipeline(
                          "num_elements_in": 100, "num_elements_out": 100, **columns})  # fmt: skip
             if kind == UnitKind.RECV:
                 mine.append({"kind": int(UnitKind.WAIT), "awaits": len(mine) - 1, **columns})
+            elif late_waits:
+                sent.append({"kind": int(UnitKind.WAIT), "awaits": len(mine) - 1, **columns})
 
         def part(phase: Phase, m: int, ahead: int, work: int, **columns: Any) -> None:
             known = {"phase": int(phase), "microbatch": m, **columns}
@@ -54,6 +58,8 @@ def pipeline(
             if 0 <= stage - ahead < stages:
                 message(UnitKind.RECV, rank - ahead, tag, **known)
             mine.append({"kind": 1, "start_ns": 0, "end_ns": work + 10 * stage + m, "gap_ns": 2, **known})
+            mine.extend(sent)
+            sent.clear()
             if 0 <= stage + ahead < stages:
                 message(UnitKind.SEND, rank + ahead, tag, **known)
 
@@ -67,6 +73,8 @@ def pipeline(
                 part(Phase.BACKWARD, m - warmup, -1, BACKWARD_NS, **fixed)
             for m in range(microbatches - warmup, microbatches):
                 part(Phase.BACKWARD, m, -1, BACKWARD_NS, **fixed)
+            mine.extend(sent)
+            sent.clear()
             sizes = {"num_elements_in": 1000, "num_elements_out": 1000, "dtype": 4}
             mine.append({"kind": 2, "op": int(Op.ALL_REDUCE), "phase": 2, "group_id": 1 + stage, "seq": step,
                          "transfer_ns": REDUCE_NS, **sizes, **fixed})  # fmt: skip

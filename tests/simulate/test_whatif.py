@@ -154,6 +154,21 @@ def test_what_a_schedule_computes_between_its_passes_goes_with_what_follows(
     assert changed.step_time_ns == pytest.approx(expected.step_time_ns, abs=3 * 16)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_waits_for_sends_stay_as_late_as_the_program_had_them(tmp_path: Path, schedule: Any) -> None:
+    written = {"schedule": schedule, "late_waits": True}
+    recorded = pipeline(tmp_path / "a.prism", **written)
+    before = simulate(load(recorded))
+    again = Scenario(microbatches=4, schedule=schedule).run(recorded)
+    assert again.step_times_ns().tolist() == before.step_times_ns().tolist()
+    assert rows_of(again) == rows_of(before)
+    for microbatches in (2, 8):
+        changed = Scenario(microbatches=microbatches, schedule=schedule).run(recorded)
+        expected = simulate(load(pipeline(tmp_path / f"{microbatches}.prism", microbatches=microbatches, **written)))
+        assert len(changed.job) == len(expected.job)
+        assert changed.step_time_ns == pytest.approx(expected.step_time_ns, abs=3 * 16)
+
+
 def test_communication_that_names_no_microbatch_is_not_copied(tmp_path: Path) -> None:
     path = pipeline(tmp_path / "a.prism")
     nameless = rewritten(path, tmp_path / "b.prism", GraphKind.CALIBRATED, sends_of_microbatch=1)

@@ -20,7 +20,10 @@ def specs_of(table: TableKind, columns: Collection[str] | None) -> list[ColumnSp
     specs = [spec for spec in COLUMNS[table] if spec.name in columns]
     unknown = {name for name in set(columns) - {spec.name for spec in specs} if "." not in name}
     if unknown:
-        raise TraceUsageError(f"{table.name.lower()} have no column {sorted(unknown)}")
+        wrong, known = ", ".join(map(repr, sorted(unknown))), ", ".join(spec.name for spec in COLUMNS[table])
+        raise TraceUsageError(
+            f"{table.name.lower()} have no column {wrong}; they have {known} (others are called OWNER.NAME)"
+        )
     return specs
 
 

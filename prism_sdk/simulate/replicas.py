@@ -113,8 +113,11 @@ class DataParallel:
         is_wide = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source < 0)
         crossing = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source >= 0)
         if crossing.any():
+            name = job.groups[int(lanes.group_id[np.flatnonzero(crossing)[0]])].name
             raise UsageError(
-                f"{job.source} sends messages between its replicas", hint="name the data-parallel groups: --dp-groups"
+                f"{job.source} sends messages between its replicas, in group {name!r}",
+                hint="name the data-parallel groups with --dp-groups; a pipeline in the group of all ranks is a single "
+                "replica: record two",
             )
         width = len(chosen[0])
         ids: dict[tuple[int, int], int] = {}  # (old lane, replica or -1) -> new lane, in order of first use

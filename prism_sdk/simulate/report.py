@@ -178,7 +178,9 @@ def _shares(name: str, positions: np.ndarray, totals: np.ndarray, counted: np.nd
         "imbalance_percent": percent(kernel.IDLE_COLLECTIVE),
         "exposed_percent": percent(kernel.EXPOSED_MESSAGE, kernel.EXPOSED_COLLECTIVE),
     }  # fmt: skip
-    return Shares(name=name, num_ranks=len(positions), host_percent=100.0 - sum(parts.values()), **parts)
+    return Shares(
+        name=name, num_ranks=len(positions), host_percent=round(100.0 - sum(parts.values()), 9) + 0.0, **parts
+    )
 
 
 def _stages(job: SimJob, totals: np.ndarray, counted: np.ndarray) -> tuple[Shares, ...]:

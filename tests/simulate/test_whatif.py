@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prism_sdk.cli.main import run
-from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import UsageError
 from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.simulate import Scenario, load, simulate, summarise
@@ -350,20 +348,6 @@ def test_what_cannot_be_understood_is_named(
     path = pipeline(tmp_path / "job.prism")
     assert run(["simulate", str(path), *options]) == 2
     assert re.search(words, capsys.readouterr().err)
-
-
-def test_a_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = pipeline(tmp_path / "job.prism")
-    assert run(["sweep", str(path), "--variant", "--slow rank=0:{1.1,1.5}", "--variant", "big=--dp 4", "--json"]) == 0
-    table = json.loads(capsys.readouterr().out)
-    assert [row["variant"] for row in table] == ["as it is", "slow rank=0:1.1", "slow rank=0:1.5", "big"]
-    times = [row["report"]["step_time_ns"] for row in table]
-    assert times[0] < times[1] < times[2] and times[3] == times[0]
-    assert run(["sweep", str(path), "--variant", "--slow rank=0:1.1"]) == 0
-    assert "slow rank=0:1.1" in capsys.readouterr().out
-    assert run(["sweep", str(path), "--variant", "--fast"]) == 2
-    assert run(["sweep", str(path)]) == 2
-    assert len(expand_variants(("x=--dp {1,2} --slow rank={0,1}:2",))) == 4
 
 
 @pytest.fixture(scope="module")

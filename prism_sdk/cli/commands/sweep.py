@@ -12,7 +12,7 @@ from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.output import Ticker, echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.cli.parsing import STEPS
 from prism_sdk.cli.whatif import expand_variants
-from prism_sdk.errors import ExitCode, UsageError
+from prism_sdk.errors import ExitCode, PrismError, UsageError
 from prism_sdk.runtime.config import StepRange
 
 if TYPE_CHECKING:
@@ -47,10 +47,17 @@ def command(
         raise UsageError("--address is that of an engine's cluster: give --engine ray too")
     chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
-    reports = _reports(file, named, chosen, engine=engine, address=address)
+    results = _reports(file, named, chosen, engine=engine, address=address)
+    refused = [(name, result) for (name, _), result in zip(named, results, strict=True)
+               if isinstance(result, PrismError)]  # fmt: skip
+    named = [one for one, result in zip(named, results, strict=True) if not isinstance(result, PrismError)]
+    reports = [result for result in results if not isinstance(result, PrismError)]
     if as_json:
-        echo_json([{"variant": name, "report": report} for (name, _), report in zip(named, reports, strict=True)])
-        return ExitCode.OK
+        echo_json([
+            *({"variant": name, "report": report} for (name, _), report in zip(named, reports, strict=True)),
+            *({"variant": name, "error": error.message, "hint": error.hint} for name, error in refused),
+        ])  # fmt: skip
+        return _ended(refused)
     first = reports[0]["step_time_ns"]
     rows = []
     for (name, _), report in zip(named, reports, strict=True):
@@ -68,21 +75,37 @@ def command(
     echo_table(headers, rows, right=tuple(range(1, 9)))
     for note in reports[0]["notes"]:
         click.echo(f"note: {note}")
-    return ExitCode.OK
+    return _ended(refused)
+
+
+def _ended(refused: Sequence[tuple[str, PrismError]]) -> ExitCode:
+    """Name the variants that cannot be; the exit status."""
+    for name, error in refused:
+        click.echo(f"prism: error: variant {name!r}: {error}", err=True)
+    return refused[0][1].exit_code if refused else ExitCode.OK
 
 
 def _reports(
     file: Path, named: Sequence[tuple[str, Scenario]], steps: range | None, *, engine: str | None, address: str | None
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> Sequence[dict[str, Any] | PrismError]:  # fmt: skip
+    """What each variant gives, or why it cannot be; the job as it is, the first, must."""
     from prism_sdk.cli.sweeping import report_of, sweep_on_cluster
 
     if engine is not None:
         return sweep_on_cluster(file, named, steps, address=address)
-    reports: list[dict[str, Any]] = []
+    reports: list[dict[str, Any] | PrismError] = []
+    base_ns = None
     tell = Ticker(f"simulating {file}", of="variants")
     for number, (_, scenario) in enumerate(named):
         tell(number, len(named))
         reading = Ticker(f"variant {number + 1} of {len(named)}: reading {file}", of="ranks")
-        base_ns = reports[0]["step_time_ns"] if reports else None
-        reports.append(report_of(file, scenario, steps, base_ns, progress=reading))
+        try:
+            report = report_of(file, scenario, steps, base_ns, progress=reading)
+        except PrismError as error:
+            if not number:
+                raise
+            reports.append(error)
+        else:
+            reports.append(report)
+            base_ns = report["step_time_ns"] if base_ns is None else base_ns
     return reports

@@ -53,6 +53,11 @@ class Options:
     transfers: str = "probe"  # "profile" (on GPUs), or a trace of the job observed on the real machine
     cluster: str = "h200-sxm"  # the profile that transfers of GPUs come from where nothing is measured
 
+    @property
+    def observed(self) -> Path | None:
+        """The observed trace that transfers come from, if they do."""
+        return None if self.transfers in ("probe", "profile") else Path(self.transfers)
+
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> Options:
         """Raises UsageError for a value that has no meaning."""
@@ -145,8 +150,8 @@ class Slices(CalibrationStrategy):
         if context.num_devices:
             facts["calibration.devices"] = str(context.num_devices)
             facts |= {f"rank.{rank}.times": "device" for rank in graph.ranks}
-            if modelled is not None and modelled.source == options.transfers:
-                facts |= _device_memory(Path(options.transfers))
+            if modelled is not None and options.observed is not None:
+                facts |= {OTHERS_KEY.format(rank): str(size) for rank, size in others_of(options.observed).items()}
         context.progress(0, 1, doing="writing the calibrated graph")
         if job.by_roles:
             _write_by_roles(context, prediction.calibration, facts, provenance)
@@ -164,8 +169,8 @@ class Slices(CalibrationStrategy):
         sets = [frozenset(ranks) for ranks in slices]
         if not job.by_roles and all(any(s.issuperset(group.ranks) for s in sets) for group in graph.groups.values()):
             return None
-        if options.transfers not in ("probe", "profile"):
-            observed = JobGraph.load(options.transfers)
+        if options.observed is not None:
+            observed = JobGraph.load(options.observed)
             found = merge_slices(
                 graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0, stands_for=job.stands_for
             )
@@ -242,14 +247,6 @@ def _write_by_roles(
         times=lambda rank: columns_of(calibration, rank, provenance),
         steps=lambda reader, rank: _steps(reader, rank, ends), metadata=facts,
     )  # fmt: skip
-
-
-def _device_memory(observed: Path) -> dict[str, str]:
-    """What ranks of an observed run had on their devices beside torch's memory."""
-    if not observed.is_file():
-        return {}
-    with TraceReader(observed) as reader:
-        return {OTHERS_KEY.format(rank): value for rank, value in others_of(reader).items()}
 
 
 def _cpu_wait_percent(traces: Sequence[Path]) -> float | None:

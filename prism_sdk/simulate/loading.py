@@ -149,6 +149,7 @@ def load(
     change: Change | None = None,
     with_sizes: bool = True,
     transfers_needed: bool = True,
+    unchanged: SimJob | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimJob:
     """Read a trace for simulation.
@@ -161,6 +162,7 @@ def load(
         ranks: only these; operations are then joined over them alone, as if the others were never late.
         steps: only these steps.
         change: changes the columns of each rank before they are taken up.
+        unchanged: with `change`: the same ranks and steps without it, where they were loaded already.
         with_sizes: also read sizes, microbatches and labels, which what-if changes and cluster profiles need.
         transfers_needed: False where a cluster profile will give the transfers that the graph lacks.
         progress: is told how many ranks of how many are read.
@@ -172,7 +174,7 @@ def load(
     if not isinstance(source, TraceReader):
         with TraceReader(os.fspath(source), allow_unfinished=True) as reader:
             return load(reader, ranks=ranks, steps=steps, change=change, with_sizes=with_sizes,
-                        transfers_needed=transfers_needed, progress=progress)  # fmt: skip
+                        transfers_needed=transfers_needed, unchanged=unchanged, progress=progress)  # fmt: skip
     reader = source
     is_bare = reader.graph_kind is GraphKind.BARE
     if is_bare and transfers_needed:
@@ -186,8 +188,9 @@ def load(
     loader = Loader(source=reader.path, graph_kind=reader.graph_kind, transfers_needed=transfers_needed,
                     is_measured=reader.graph_kind is not GraphKind.CALIBRATED and not is_bare,
                     with_sizes=with_sizes, total_units=sum(reader.num_units(rank) for rank in chosen))  # fmt: skip
-    unchanged = None
-    if change is not None and loader.is_measured:  # when units ran says nothing once there are others
+    if change is None or not loader.is_measured:
+        unchanged = None
+    elif unchanged is None:  # when units ran says nothing once there are others
         unchanged = load(reader, ranks=ranks, steps=steps, with_sizes=with_sizes, transfers_needed=transfers_needed)
     taker = _Taker(reader, steps=steps, change=change, with_sizes=with_sizes, unchanged=unchanged)
     with _no_collector():

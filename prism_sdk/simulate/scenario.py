@@ -84,8 +84,12 @@ class Scenario:
     @property
     def _moves_ranks(self) -> bool:
         """Whether ranks come to their messages at other times, one before the other, than in the trace."""
-        is_reordered = self.microbatches is not None or self.schedule is not None
-        return is_reordered or bool(self.slow or self.straggle or self.equal)
+        return self._is_reordered or bool(self.slow or self.straggle or self.equal)
+
+    @property
+    def _is_reordered(self) -> bool:
+        """Whether the passes of a pipeline are others, or in another order."""
+        return self.microbatches is not None or self.schedule is not None
 
     def job(
         self, source: str | os.PathLike[str], *, steps: range | None = None,
@@ -99,14 +103,16 @@ class Scenario:
         has_cluster = self.cluster is not None
         plain = self.is_empty and not has_cluster
         removals = self._removals(source)
-        change = self._restructure(source, steps, removals)
-        job = load(source, steps=steps, change=change, with_sizes=not plain, transfers_needed=not has_cluster,
-                   progress=progress)  # fmt: skip
+        unchanged = None
+        if self._is_reordered:
+            unchanged = load(source, steps=steps, with_sizes=False, transfers_needed=False)
+        job = load(source, steps=steps, change=self._restructure(unchanged, removals), with_sizes=not plain,
+                   transfers_needed=not has_cluster, unchanged=unchanged, progress=progress)  # fmt: skip
         for removal in removals:
             if not sum(removal.found):
                 raise UsageError(f"no unit of {job.source} is {removal.where.text}",
                                  hint="`prism cat` shows kinds, phases, operations")  # fmt: skip
-        if self.microbatches is not None or self.schedule is not None:
+        if self._is_reordered:
             job = replace(job, notes=(*job.notes, _note_on_memory(job)))
         if self._moves_ranks and int(job.stage.max(initial=-1)) > 0:
             job = with_prompt_sends(job)
@@ -164,11 +170,11 @@ class Scenario:
         return found
 
     def _restructure(
-        self, source: str | os.PathLike[str], steps: range | None, removals: list[Remove]
+        self, unchanged: SimJob | None, removals: list[Remove]
     ) -> Callable[[int, RankColumns], RankColumns] | None:
         found: list[Callable[[int, RankColumns], RankColumns]] = [*removals]
-        if self.microbatches is not None or self.schedule is not None:
-            stages = int(load(source, steps=steps, with_sizes=False, transfers_needed=False).stage.max())
+        if unchanged is not None:
+            stages = int(unchanged.stage.max())
             if stages < 0:
                 raise UsageError("the trace names no stages: its schedule is not known",
                                  hint="record the job with an adapter that names microbatches and stages")  # fmt: skip

@@ -128,6 +128,22 @@ def context(library_path: str) -> None:
     print(pages.stats().overhead_bytes >> 20)
 
 
+def others(library_path: str) -> None:
+    """What a real run had beside the program's memory counts in place of all that is there of others."""
+    from prism_sdk.runtime.oncuda.paging import library
+
+    library.preload(library_path)
+    functions = runtime()
+    pages = library.Pages(limit_bytes=200 * MIB, is_alone=True, others_bytes=90 * MIB)
+    foreign = ctypes.CDLL("libcuda.so.1")  # memory of Prism's own, which a real run does not have
+    handle = ctypes.c_uint64()
+    assert foreign.cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(50 * MIB), None, ctypes.c_uint64(0)) == 0
+    assert allocate(functions, 100 * MIB) is not None
+    assert allocate(functions, 12 * MIB) is None and pages.stats().refused_bytes == 12 * MIB
+    assert allocate(functions, 10 * MIB) is not None
+    print("good")
+
+
 def refuses_to_move(functions: Any, pages: Any) -> None:
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
@@ -151,5 +167,7 @@ if __name__ == "__main__":
         job(int(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "context":
         context(sys.argv[2])
+    elif sys.argv[1] == "others":
+        others(sys.argv[2])
     else:
         alone(*sys.argv[1:3])

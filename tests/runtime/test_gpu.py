@@ -12,13 +12,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+def _num_gpus(*, needs_nccl: bool = True) -> int:
+    """How many there are; without any, or without NCCL, the test is skipped."""
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available() or (needs_nccl and not torch.distributed.is_nccl_available()):
+        pytest.skip("needs a CUDA device and NCCL" if needs_nccl else "needs a CUDA device")
+    return int(torch.cuda.device_count())
+
+
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("check", ["record", "full", "moves", "observe", "emulate", "graphs", "switch", "limit"])
 def test_a_job_on_gpus(check: str) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        pytest.skip("needs a CUDA device and NCCL")
+    _num_gpus()
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_checks.py", check], capture_output=True, text=True, timeout=500
     )
@@ -28,9 +34,7 @@ def test_a_job_on_gpus(check: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_streams_are_held_by_the_device() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+    _num_gpus(needs_nccl=False)
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_hold.py"], capture_output=True, text=True, timeout=400
     )
@@ -41,9 +45,7 @@ def test_streams_are_held_by_the_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_jobs_are_calibrated_on_devices() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        pytest.skip("needs a CUDA device and NCCL")
+    _num_gpus()
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_calibrate.py"], capture_output=True, text=True, timeout=900
     )
@@ -54,11 +56,9 @@ def test_jobs_are_calibrated_on_devices() -> None:
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_reduced_calls_of_nccl_with_an_assistant() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        pytest.skip("needs a CUDA device and NCCL")
+    num_gpus = _num_gpus()
     script, kinds = ROOT / "benchmarks" / "gpu_hold.py", ["operations", "fsdp2", "ddp"]
-    if torch.cuda.device_count() > 1:  # on one, which both share, times mean nothing
+    if num_gpus > 1:  # on one, which both share, times mean nothing
         kinds.append("chain")
     done = subprocess.run(
         [sys.executable, script, "--backend=nccl", *kinds], capture_output=True, text=True, timeout=400
@@ -70,9 +70,7 @@ def test_reduced_calls_of_nccl_with_an_assistant() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["eight", "bytes", "limit"])
 def test_a_single_gpu(part: str) -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
-        pytest.skip("needs a CUDA device and NCCL")
+    _num_gpus()
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "gpu_alone.py", part], capture_output=True, text=True, timeout=900
     )

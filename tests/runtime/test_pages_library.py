@@ -77,6 +77,14 @@ def test_the_context_counts_also_where_others_begin(
     assert (done.returncode, done.stdout) == (0, f"{mib - (mib == 512)}\n"), done.stderr
 
 
+def test_what_a_real_run_has_beside_counts_under_a_limit(driver: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, HERE / "pages_job.py", "others", build.compiled_library()], capture_output=True, text=True,
+        timeout=60, env=environment(driver, tmp_path, device_bytes=512 << 20),
+    )  # fmt: skip
+    assert done.stdout == "good\n", done.stderr
+
+
 def record(
     driver: Path, tmp_path: Path, *words: str, device_mib: int, options: tuple[str, ...]
 ) -> tuple[int, str, str]:

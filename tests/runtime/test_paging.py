@@ -19,6 +19,7 @@ from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, PREPARE, ROO
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension
 from prism_sdk.runtime.oncuda.residence import MoveOptions
+from prismtrace import GraphKind, TraceWriter
 
 
 class FakeLink(Link):
@@ -372,6 +373,15 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     found = plan(2, mode=LaunchMode.OBSERVE, device_memory_bytes=80 << 30)
     assert found.spec is not None and (found.spec.limit_bytes, found.spec.moves) == (80 << 30, False)
     assert found.spec.is_alone and not found.moves.can_move
+    graph = {"known": tmp_path / "known.prism", "unknown": tmp_path / "unknown.prism"}
+    for name, path in graph.items():
+        metadata = {"rank.1.device_other_bytes": "5"} if name == "known" else {}
+        with TraceWriter(path, graph_kind=GraphKind.CALIBRATED, world_size=2, metadata=metadata) as writer:
+            writer.add_units(1, {"kind": [1], "start_ns": [0], "end_ns": [1]})
+    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=9, graph=graph["known"])
+    assert found.spec is not None and found.spec.others_bytes == {1: 5} and not said
+    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=9, graph=graph["unknown"])
+    assert found.spec is not None and found.spec.others_bytes == {} and "what NCCL takes" in said.pop()
     with pytest.raises(UsageError, match="limits GPUs"):
         plan(2, device="cpu", device_memory_bytes=1)
     with pytest.raises(UsageError, match="no such folder"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from prism_sdk.runtime.oncuda.driver import libcuda
 from prismtrace import TraceReader
@@ -25,10 +26,11 @@ class _Process(ctypes.Structure):  # nvmlProcessInfo_t
     )  # fmt: skip
 
 
-def others_of(reader: TraceReader) -> dict[int, str]:
-    """By rank what a trace says under `OTHERS_KEY`."""
-    names = {rank: OTHERS_KEY.format(rank) for rank in reader.ranks}
-    return {rank: reader.metadata[name] for rank, name in names.items() if name in reader.metadata}
+def others_of(trace: Path) -> dict[int, int]:
+    """By rank what a trace says under `OTHERS_KEY`, in bytes; ranks of which it says nothing are left out."""
+    with TraceReader(trace) as reader:
+        known = ((rank, reader.metadata.get(OTHERS_KEY.format(rank))) for rank in reader.ranks)
+        return {rank: int(text) for rank, text in known if text and text.isdigit()}
 
 
 def process_bytes(device: int) -> int | None:

@@ -17,7 +17,6 @@ from prism_sdk.runtime.oncuda.paging.build import compiled_library
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.oncuda.usage import others_of
 from prism_sdk.runtime.ranks import PagingSpec
-from prismtrace import TraceReader
 
 __all__ = ["PagingPlan", "plan_paging"]
 
@@ -65,7 +64,7 @@ def plan_paging(
         what = "memory of parked ranks stays on the GPU" if can_move else "torch's allocator alone keeps the limit"
         report(f"{what}: {error.message}")
         return PagingPlan(PagingSpec(limit, has_library=False) if limit else None)
-    others = _others_bytes(config.graph) if config.mode is LaunchMode.EMULATE and config.graph is not None else None
+    others = others_of(config.graph) if config.mode is LaunchMode.EMULATE and config.graph is not None else None
     if others == {}:
         report("--device-memory: what NCCL takes of it is not in the graph; allow for it in the size, or calibrate "
                "with -O transfers=FILE of an observed run")  # fmt: skip
@@ -78,12 +77,6 @@ def plan_paging(
         has_disk=disk is not None, visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )  # fmt: skip
     return PagingPlan(spec, library, moves)
-
-
-def _others_bytes(graph: Path) -> dict[int, int]:
-    """What observed ranks had on their devices beside torch's memory: a lone rank without NCCL has less."""
-    with TraceReader(graph) as reader:
-        return {rank: int(text) for rank, text in others_of(reader).items() if text.isdigit()}
 
 
 def _ahead_bytes(config: LaunchConfig) -> int:

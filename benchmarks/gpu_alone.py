@@ -1,6 +1,6 @@
 """Shows what a single GPU can: a job of eight ranks from end to end, and real steps against emulated ones.
 
-    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [limit]
+    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [limit] [shelf]
 
 eight: FSDP2 of eight logical ranks (gpu_table_job.py) is recorded and calibrated on the GPU with modelled transfers,
 and rank 0 emulated. Checked: bytes after each step are the recording's, the step is the one that calibration predicted.
@@ -11,10 +11,13 @@ runs of two ranks (on the one GPU, by sockets) and of emulations of the first on
 limit: with --device-memory an emulated rank must be refused just where what an observed run had on the device beside
 torch's memory (NCCL's) leaves no more room.
 
+shelf: for how long tensors live that were handed to operations and not waited for (shelf_job.py), over NCCL, recorded
+and emulated.
+
 ddp, fsdp2, chain (hold_job.py): two ranks over NCCL on the one GPU, against emulations of the first of them, in turns.
 NCCL takes two ranks on a GPU that say they are on different hosts, and goes by sockets. CUDA's multi-process service
 lets kernels of both run at the same time: without it the GPU is given to one process after the other, and times mean
-nothing. The second rank has a 64th of the first one's rows, so that it takes next to nothing of the GPU; else both
+nothing. The second rank has a 1024th of the first one's rows, so that it takes next to nothing of the GPU; else both
 would slow each other down as no two GPUs do. The job is recorded, its transfers are those of one observed run, all
 other times are of slices of one rank without its peer. Environment: ALONE_REPEATS (5). --rehearse runs
 `eight` and `bytes` in small on CPUs, where times mean nothing.
@@ -27,6 +30,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,10 +58,11 @@ from gpu_table import (
     words,
 )  # fmt: skip
 
-HOLD_JOB = Path(__file__).parents[1] / "tests" / "runtime" / "hold_job.py"
+HOLD_JOB, SHELF_JOB = (Path(__file__).parents[1] / "tests" / "runtime" / f"{name}_job.py" for name in ("hold", "shelf"))
 REPEATS = int(os.environ.get("ALONE_REPEATS", "5"))
 CTAS = "2"
-OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={CTAS}")}
+BOTH = "4"  # the kernels of both ranks are on this GPU
+OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={BOTH}")}
 SHARING = {"GPU_JOB_SHARES": "1", "NCCL_MAX_CTAS": CTAS}
 _ALL = (*FRAMEWORKS, *KINDS)
 FEW_STEPS = 3
@@ -84,16 +89,17 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
     """Real and emulated steps of a job."""
     gate, bare, seen = folder / "open", folder / "bare.prism", folder / "seen.prism"
     gate.touch()
-    light = {"HOLD_JOB_LIGHT": "64", "GPU_JOB_SECONDS": "150"}
+    light = {"HOLD_JOB_LIGHT": "1024", "HOLD_JOB_MORE": "3", "GPU_JOB_SECONDS": "150"}
     job, few = [str(HOLD_JOB), kind, str(STEPS)], [str(HOLD_JOB), kind, str(RECORDED_STEPS)]
     graph = folder / "graph.prism"
     if not at_once(prism("record", bare, kind, 0, "--payloads", "none", gate=gate, script=few, **light)):
         return {"failed": "record"}
     with service(folder) as variables:
         sharing = {**variables, **light, **SHARING}
-        if not at_once(prism("observe", seen, kind, 0, "--no-pin", gate=gate, script=job, **sharing)):
+        first = prism("observe", seen, kind, 0, "--no-pin", gate=gate, script=job, **sharing)
+        if not at_once(first):
             return {"failed": "observe"}
-        options = ("--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", "-O", f"occupy={CTAS}")
+        options = ("--graph", str(bare), "-O", f"transfers={seen}", "-O", "passes=1", "-O", f"occupy={BOTH}")
         if not at_once(prism("calibrate", graph, kind, 0, *options, gate=gate, script=few, **light)):
             return {"failed": "calibrate"}
         runs: list[tuple[str, Run]] = []
@@ -111,10 +117,20 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
                                          gate=Path(f"{turn}-{name}"), script=job, **light)))  # fmt: skip
         in_turns([run for _, run in runs])
     found = summary(kind, runs, names=["observed", *OPTIONS])
-    found["predicted_ms"] = _predicted_ms(graph)
+    found["predicted_ms"], found["transfers_of_ms"] = _predicted_ms(graph), round(first.step_ms, 3)
     found["releases"] = {name: _releases(folder / f"{name}-0.prism") for name in OPTIONS}
-    print(f"   predicted by calibration: {found['predicted_ms']} ms; releases: {found['releases']}", flush=True)
+    print(f"   predicted by calibration: {found['predicted_ms']} ms; the run that transfers are of: "
+          f"{found['transfers_of_ms']} ms; releases: {found['releases']}", flush=True)  # fmt: skip
+    keep(kind, graph, seen, *(folder / f"{name}-0.prism" for name in OPTIONS))
     return found
+
+
+def keep(kind: str, *paths: Path) -> None:
+    """Traces to look into later, where there is a place for them."""
+    if out := os.environ.get("OUT"):
+        with tarfile.open(Path(out, f"{kind}.tar"), "w") as archive:
+            for path in paths:
+                archive.add(path, path.name)
 
 
 def _predicted_ms(path: Path) -> float:
@@ -156,6 +172,7 @@ def eight(kind: str, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     if not REHEARSE and (not are_equal or abs(found["apart_percent"]) > 2):
         found["failed"] = "bytes or steps"
+    keep(kind, graph, folder / "emulated.prism")
     print(f"== eight: {json.dumps(found)}", flush=True)
     return found
 
@@ -247,7 +264,35 @@ def limit(_: str, folder: Path) -> dict[str, Any]:
     return found if good else {**found, "failed": "limit"}
 
 
-OTHERS = {"eight": eight, "bytes": all_bytes, "limit": limit}
+def shelf(kind: str, folder: Path) -> dict[str, Any]:
+    """Bytes that operations hold, over NCCL and under Prism."""
+    gate, bare, graph = folder / "open", folder / "bare.prism", folder / "graph.prism"
+    gate.touch()
+    job = [str(SHELF_JOB)]
+    shares = {"GPU_JOB_SHARES": "1"}
+    runs = {
+        "real": over_nccl("real shelf", job, gate=gate, port=29790, shares=True),
+        "observed": prism("observe", folder / "seen.prism", kind, 0, gate=gate, script=job, **shares),
+        "recorded": prism("record", bare, kind, 0, gate=gate, script=job),
+        "calibrated": prism("calibrate", graph, kind, 0, "--graph", str(bare), "-O", "passes=1", gate=gate, script=job),
+        "emulated": prism("emulate", folder / "out.prism", kind, 0, "--graph", str(graph), gate=gate, script=job),
+    }
+    found: dict[str, Any] = {}
+    for name, run in runs.items():
+        if not at_once(run):
+            return {"failed": run.what}
+        if name != "calibrated":
+            lines = (line.partition(" ") for line in run.out.splitlines())
+            said = [json.loads(text) for what, _, text in lines if what == "HELD"]
+            found[name] = {one["case"]: one["bytes"] for one in said if not one["rank"]}
+    for case, held in found["real"].items():
+        others = {name: values.get(case) for name, values in found.items() if values.get(case) != held}
+        print(f"   {case:28s} {held} {others or 'in all'}", flush=True)
+    apart = [name for name in found if found[name] != found["real"]]
+    return {**found, "failed": apart} if apart else found
+
+
+OTHERS = {"eight": eight, "bytes": all_bytes, "limit": limit, "shelf": shelf}
 
 
 def main() -> int:

@@ -69,6 +69,7 @@ class Run:
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     code: int = -1
     said: dict[str, Any] = field(default_factory=dict)
+    out: str = ""
     err: str = ""
 
     def start(self) -> None:
@@ -91,6 +92,7 @@ class Run:
                 self.kill()
                 out, err = process.communicate()
             self.code = self.code or process.returncode
+            self.out += out
             self.err += err
             for line in out.splitlines():
                 kind, _, text = line.partition(" ")

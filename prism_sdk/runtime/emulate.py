@@ -6,7 +6,7 @@ values (prefetch.py).  Groups whose members are all sandbox ranks run on the scr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from prism_sdk.runtime.oncuda.filling import fill_alone
 from prism_sdk.runtime.oncuda.held import HeldOperations
 from prism_sdk.runtime.oncuda.order import HostOrder, device_of, order_of
 from prism_sdk.runtime.oncuda.scratch import results_of
+from prism_sdk.runtime.oncuda.shelf import Kept, Shelf
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing
@@ -79,6 +80,7 @@ class EmulateSeam(Seam):
         self._cpu_waits: CpuWaits | None = None  # from the first operation on
         self.groups: list[GroupState] = []
         self._receives = Receives()
+        self._shelf = Shelf()
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -91,7 +93,7 @@ class EmulateSeam(Seam):
 
         install_rendezvous(self.conversation, lambda regions: None)
         install_coalescing()
-        install_destroying(lambda: self.groups)
+        install_destroying(lambda: self.groups, self._shelf.forget)
         install_futures()
         if self.facts.by_roles:
             from prism_sdk.runtime.roles.seam import skip_foreign_groups
@@ -148,16 +150,17 @@ class EmulateSeam(Seam):
         if self.held is not None:
             self.held.host_post(handle, int(posted), one.first_item + moved, len(one.sources))
         order = order_of(call)
+        kept = self._shelf.add(call, order.scratch)
         if one.sources:
             self.pool.announce(one.first_item + moved)
         carriage = self.session.carry(CarriedOperation(call, one, handle, self._recorded_own(one, moved)))
         work = PrismWork(
-            self._completer(call, one, moved, unit, posted, handle, seq, carriage, order),
+            self._completer(call, one, moved, unit, posted, handle, seq, carriage, order, kept),
             self._poller(handle, carriage), order.results,
             is_async=call.is_async, late_wait=self._late_wait(unit),
             line=None if call.is_p2p else (call.group.group_id, seq), again=order.again,
         )  # fmt: skip
-        work.source = -1 if call.peer is None else call.peer
+        work.source, work.kept = -1 if call.peer is None else call.peer, kept
         if not is_any:
             self._receives.add(call, handle, work)
         if call.op is Op.BARRIER and not call.is_async:
@@ -185,6 +188,7 @@ class EmulateSeam(Seam):
             late_wait=self._late_wait(unit), again=lambda: held.see(operation),
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
+        work.kept = self._shelf.add(call, operation.scratch, ended=lambda: held.ended(operation))
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
@@ -212,7 +216,10 @@ class EmulateSeam(Seam):
                 now = self.tracer.now()
                 self.tracer.wait(unit, posted if not call.is_async else now, now, blocked=False)
 
-        return PrismWork(complete, lambda: True, call.outputs, late_wait=self._late_wait(unit))
+        alone = PrismWork(complete, lambda: True, call.outputs, late_wait=self._late_wait(unit))
+        alone.kept = self._shelf.add(call)
+        self._shelf.brought(alone.kept)
+        return alone
 
     def _message_between_sandbox_ranks(self, call: Call) -> Any:
         """A message in a group that has virtual members too, so that its own backend is replaced."""
@@ -248,7 +255,7 @@ class EmulateSeam(Seam):
 
     def _completer(
         self, call: Call, one: Expected, moved: int, unit: int, posted: int, handle: tuple[int, int], seq: int,
-        carriage: Carriage | None, order: HostOrder,
+        carriage: Carriage | None, order: HostOrder, kept: Sequence[Kept],
     ) -> Any:  # fmt: skip
         def complete(timeout: timedelta | None) -> None:
             self._receives.forget(handle)
@@ -264,6 +271,7 @@ class EmulateSeam(Seam):
             due = self.engine.completion(handle)
             blocked = is_under_way or due > now_ns()
             late = self.session.hold_until(due)
+            self._shelf.brought(kept)
             if blocked or not call.is_async:
                 self.late_ns.append(late)
             if not is_in_background():

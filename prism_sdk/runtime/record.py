@@ -30,6 +30,7 @@ from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
 from prism_sdk.runtime.oncuda.footprint import FootprintReporter
 from prism_sdk.runtime.oncuda.order import order_of
+from prism_sdk.runtime.oncuda.shelf import Shelf
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
@@ -147,6 +148,7 @@ class RecordSeam(Seam):
         self.arena = Arena(spec.arena_fd, spec.rank)
         self.groups: list[GroupState] = []
         self._receives = Receives()
+        self._shelf = Shelf()
         self._serial = 0
         self._told_step = -1
         self._footprint = FootprintReporter()
@@ -160,7 +162,7 @@ class RecordSeam(Seam):
 
         install_rendezvous(self.conversation, self.release)
         install_coalescing()
-        install_destroying(lambda: self.groups)
+        install_destroying(lambda: self.groups, self._shelf.forget)
         install_futures()
 
     def group_created(self, group: GroupState) -> None:
@@ -183,14 +185,17 @@ class RecordSeam(Seam):
         key = self._key(call, seq)
         keeps = self.spec.payloads is not PayloadMode.NONE and self.tracer.step in self.spec.steps
         order = order_of(call)
+        kept = self._shelf.add(call, order.scratch)
         if call.op is not Op.RECV:
             self._post(call, key, unit, keeps)
         handle: PrismWork | None = None
 
         def complete(timeout: timedelta | None) -> None:
-            start = now_ns() if call.is_async else posted
+            began = now_ns()
+            start = began if call.is_async else posted
             with order:
                 clock = self._complete(call, key, unit, keeps, handle)
+            self._shelf.brought(kept, now_ns() - began)
             if is_in_background():
                 self.tracer.complete(unit, now_ns())
             else:
@@ -208,6 +213,7 @@ class RecordSeam(Seam):
         handle = PrismWork(
             complete, poll, order.results, is_async=call.is_async, late_wait=late_wait, line=line, again=order.again
         )  # fmt: skip
+        handle.kept = kept
         self._receives.add(call, key, handle)
         if call.op is Op.BARRIER and not call.is_async:
             handle.wait()  # monitored_barrier returns no handle
@@ -380,3 +386,6 @@ class _Several(PrismWork):
                 work.wait(timeout)
 
         super().__init__(complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None)
+        self.kept = [one for work in works for one in work.kept]  # who waits for its future waits for no handle
+        for work in works:
+            work.kept = ()

@@ -27,8 +27,8 @@ def place_before(call: Call, seq: int, *, wait: bool) -> None:
         place_results(call.group.group_id, before=seq, wait=wait)
 
 
-def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
-    """A group that is destroyed completes what was begun in it, as gloo does."""
+def install_destroying(groups: Callable[[], Iterable[GroupState]], forget: Callable[[int], None]) -> None:
+    """A group that is destroyed completes what was begun in it, as gloo does; then `forget(group_id)` is called."""
     original = distributed_c10d.destroy_process_group
 
     @functools.wraps(original)
@@ -38,6 +38,7 @@ def install_destroying(groups: Callable[[], Iterable[GroupState]]) -> None:
             for state in groups():
                 if name is None or state.name == name:
                     place_results(state.group_id, wait=True)
+                    forget(state.group_id)
         original(group)
 
     distributed_c10d.destroy_process_group = destroy_process_group

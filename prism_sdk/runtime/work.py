@@ -17,13 +17,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._C._distributed_c10d import Work
 
 from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.futures import DrivenFuture, background, is_in_background
+
+if TYPE_CHECKING:
+    from prism_sdk.runtime.oncuda.shelf import Kept
 
 _live: dict[int, PrismWork] = {}
 #: Collectives that nobody has waited for yet, by group and number.
@@ -67,6 +70,7 @@ class PrismWork(Work):
     _error: BaseException | None = None
     _line: tuple[int, int] | None = None
     source = -1  # group rank that a receive from any source was matched with
+    kept: Sequence[Kept] = ()  # what NCCL's backend would hold until somebody waits for this handle
 
     def __init__(
         self, complete: Callable[[timedelta | None], None], poll: Callable[[], bool],
@@ -95,6 +99,15 @@ class PrismWork(Work):
 
     @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self._wait(timeout)
+        for one in self.kept:
+            one.drop()
+        self.kept = ()
+        return True
+
+    @uncompiled
+    def _wait(self, timeout: timedelta | None = None) -> None:
+        """Complete the operation for somebody who does not wait for this handle, but for its future."""
         complete = self._complete
         if complete is not None:
             try:
@@ -116,7 +129,6 @@ class PrismWork(Work):
                 self._late_wait()
         if self._future is not None and not self._future.is_complete:
             self._future.set_result(self.result())
-        return True
 
     def _run(self, complete: Callable[[timedelta | None], None], timeout: timedelta | None) -> None:
         """Block until the results are in place."""
@@ -140,7 +152,7 @@ class PrismWork(Work):
         if self._poll is not None and (wait or self._poll()):
             self._is_late = True
             with background(is_seen=False), contextlib.suppress(RuntimeError):  # kept for those who ask
-                self.wait()
+                self._wait()
 
     def __del__(self) -> None:
         """Python has dropped the handle. C++ may not have: the bare Python half is brought back to life for it."""
@@ -158,7 +170,7 @@ class PrismWork(Work):
         if self._late_wait is not None:
             self._is_late = True
             with background(), contextlib.suppress(Exception):  # kept for those who wait or ask for it
-                self.wait()
+                self._wait()
         return True
 
     def is_success(self) -> bool:
@@ -195,13 +207,13 @@ class PrismWork(Work):
 
             def drive() -> None:
                 if (this := work()) is not None:
-                    this.wait()
+                    this._wait()
 
             self._future = DrivenFuture(drive, lambda: (this := work()) is None or this.is_completed())
             if self._complete is None:
                 self._future.set_result(self.result())
-            elif not wait_before_backward_ends(self.wait) and not asked_by_program:
-                self.wait()
+            elif not wait_before_backward_ends(self._wait) and not asked_by_program:
+                self._wait()
         return self._future
 
 

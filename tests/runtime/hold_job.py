@@ -1,8 +1,8 @@
 """A job for GPUs whose steps are long, for the times of an emulation: chains of known length, FSDP2 and DDP.
 
 It holds no test: benchmarks/gpu_hold.py runs it under `prism` and compares, gpu_alone.py without too.  Arguments: KIND
-STEPS.  Environment: GPU_JOB_SHARES lets ranks share a GPU, HOLD_JOB_LIGHT divides the rows of all ranks but the first,
-and it waits for the file GATE before it opens a GPU.
+STEPS.  Environment: GPU_JOB_SHARES lets ranks share a GPU, HOLD_JOB_MORE multiplies the rows, HOLD_JOB_LIGHT divides
+those of all ranks but the first, and it waits for the file GATE before it opens a GPU.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = torch.device("cuda", local)
     model, batch = model_of(kind, device)
+    batch *= int(os.environ.get("HOLD_JOB_MORE", "1"))
     if dist.get_rank():
         batch //= int(os.environ.get("HOLD_JOB_LIGHT", "1"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

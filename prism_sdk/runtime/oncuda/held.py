@@ -94,6 +94,12 @@ class HeldOperations:
         """As StreamHold.is_done."""
         return self._hold is not None and self._hold.is_done(held)
 
+    def ended(self, held: Held) -> int | None:
+        """When the device passed the operation's end, in ns of the host's clock; None where it has not."""
+        assert self._hold is not None
+        self._hold.reap()
+        return held.end.time_ns
+
     def host_post(self, handle: tuple[int, int], posted_ns: int, first: int, count: int) -> None:
         """The host has arrived at an operation and holds it, with `count` payloads from `first` on."""
         self._append(fields.HOST_POST, handle, posted_ns)

@@ -29,6 +29,8 @@ class HostOrder:
     def __init__(self, call: Call) -> None:
         self.results = call.outputs
         """What the work handle holds for as long as the program holds it."""
+        self.scratch: list[torch.Tensor] = []
+        """What NCCL would have allocated for it."""
 
     def __enter__(self) -> Self:
         return self
@@ -42,8 +44,8 @@ class StreamOrder(HostOrder):
 
     def __init__(self, call: Call, device: torch.device) -> None:
         self._call, self._device = call, device
-        self._scratch = nccl_scratch(call, device)
-        self.results = results_of(call, self._scratch)
+        self.scratch = nccl_scratch(call, device)
+        self.results = results_of(call, self.scratch)
         self._issued: Any = self._mark()
         self._placed: Any = None
         self.again = self.see
@@ -60,9 +62,9 @@ class StreamOrder(HostOrder):
 
     def __exit__(self, *_: object) -> None:
         """They were given to the current stream."""
-        place_scratch(self._call, self._scratch)
+        place_scratch(self._call, self.scratch)
         self._placed = self._mark()
-        self._call, self._scratch, self.results = None, [], []  # type: ignore[assignment]
+        self._call, self.scratch, self.results = None, [], []  # type: ignore[assignment]
 
     def see(self) -> None:
         """The current stream waits for the results, whichever stream they were copied on."""

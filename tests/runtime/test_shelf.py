@@ -1,0 +1,44 @@
+"""Tensors of operations live as long as over NCCL: the bytes are those of ranks of torch 2.11 on an H200."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.conftest import Bench
+from tests.runtime.laboratory import made_up_times
+
+JOB = Path(__file__).with_name("shelf_job.py")
+ONE = 1 << 20
+AS_NCCL = {
+    "synchronous": [0, 0, 0, 0],
+    "its handle is waited for": [0, 0, 0, 0],
+    "its future is waited for": [ONE, ONE, ONE, 0],
+    "nothing is waited for": [ONE, ONE, ONE, 0],
+    "then one of another group": [ONE, ONE, ONE, ONE],
+    "gathered, its future": [2 * ONE, 2 * ONE, 2 * ONE, 0],
+    "several as one, the handle": [0, 0, 0, 0],
+    "several as one, the future": [2 * ONE, 2 * ONE, 2 * ONE, 0],
+    "functional": [0, 0, 0, 0],
+}
+
+
+def held(text: str) -> dict[str, list[int]]:
+    said = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith("HELD ")]
+    return {one["case"]: one["bytes"] for one in said if one["rank"] == 0}
+
+
+def test_tensors_that_were_not_waited_for_by_their_handle_stay_as_over_nccl(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHELF_LATER", "0.12")
+    recorded = bench.run("record", JOB, "--nproc-per-node", "2", "--slots", "2")
+    assert recorded.code == 0, recorded.err
+    assert held(recorded.out) == AS_NCCL
+
+    graph = made_up_times(bench.output, bench.folder / "graph.prism")
+    emulated = bench.run("emulate", JOB, "--graph", str(graph), "-o", str(bench.folder / "emulated.prism"))
+    assert emulated.code == 0, emulated.err
+    assert held(emulated.out) == AS_NCCL

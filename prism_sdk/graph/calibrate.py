@@ -31,7 +31,7 @@ import numpy.typing as npt
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.statistics import mean_known
-from prism_sdk.graph.timing import Schedule, Timing, schedule
+from prism_sdk.graph.timing import Schedule, Timing, job_steps_ns, schedule
 from prismtrace import ABSENT, Phase, UnitKind
 
 __all__ = ["Calibration", "Measurement", "Samples", "collect_samples", "measure", "merge_samples", "merge_slices",
@@ -332,25 +332,27 @@ def merge_samples(
     )  # fmt: skip
 
 
-def whole_steps_ns(timeline: Schedule) -> list[tuple[Int64Array, Int64Array]]:
-    """For each rank its whole steps and their times, the first step left out where there are more.
+def whole_steps_ns(timeline: Schedule) -> Int64Array:
+    """The times of the job's whole steps (`job_steps_ns`), the first step left out.
 
-    A step is whole where the rank ran its optimizer; what comes after the last optimizer step is the end of the job.
+    A step is whole where a rank ran its optimizer; what comes after the last optimizer step is the end of the job.
     """
     graph = timeline.graph
     is_optimizer = graph.columns["phase"] == Phase.OPTIMIZER
-    found = []
+    all_steps, all_ends, all_whole = [], [], []
     for rank in graph.ranks:
-        steps, times = timeline.step_times_ns(rank)
+        steps, ends = timeline.step_ends_ns(rank)
         rows = graph.rows(rank)
         is_whole = np.isin(steps, np.unique(graph.columns["step"][rows][is_optimizer[rows]]))
-        found.append((steps[is_whole], times[is_whole]) if is_optimizer[rows].any() else (steps, times))
-    return found
+        all_steps.append(steps)
+        all_ends.append(ends)
+        all_whole.append(is_whole if is_optimizer[rows].any() else np.ones_like(is_whole))
+    return job_steps_ns(np.concatenate(all_steps), np.concatenate(all_ends), np.concatenate(all_whole))
 
 
 def step_time_ns(timeline: Schedule) -> float:
-    """The predicted step time: the mean over ranks and their whole steps (`whole_steps_ns`)."""
-    times = np.concatenate([times for _, times in whole_steps_ns(timeline)])
+    """The predicted step time: the mean of `whole_steps_ns`, or the length of the job where it has one step."""
+    times = whole_steps_ns(timeline)
     return float(times.mean()) if len(times) else float(timeline.end_of_job_ns)
 
 

@@ -109,9 +109,8 @@ class _Places:
 
 def _mean_and_last_ns(timeline: Schedule) -> tuple[float, float]:
     """The mean step time, and that of the last whole step: an emulation goes on like it beyond the recorded steps."""
-    mean = step_time_ns(timeline)
-    last = [times[-1] for _, times in whole_steps_ns(timeline) if len(times)]
-    return mean, float(np.mean(last)) if last else mean
+    mean, times = step_time_ns(timeline), whole_steps_ns(timeline)
+    return mean, float(times[-1]) if len(times) else mean
 
 
 def _measured_steps(samples: dict[tuple[int, bytes], Samples]) -> dict[int, list[int]]:

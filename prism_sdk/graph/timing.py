@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -123,6 +124,23 @@ class Schedule:
         """When the last host ends its last row."""
         last = self.graph.offsets[1:][np.diff(self.graph.offsets) > 0] - 1
         return int(self.host_ns[last].max())
+
+
+def job_steps_ns(
+    step: npt.NDArray[np.integer[Any]], end_ns: Int64Array, is_whole: npt.NDArray[np.bool_]
+) -> Int64Array:
+    """The times of a job's whole steps but the first: from when the last rank has ended the step before to its end.
+
+    A rank that waits in a step for one that was late in the step before would count that time again: means over ranks
+    are too long, the more so the fewer steps there are behind an uneven first one.
+
+    Args:
+        step, end_ns, is_whole: (N,) steps of ranks, when they ended, and whether they are whole.
+    """
+    steps, place = np.unique(step, return_inverse=True)
+    latest = np.full(len(steps), np.iinfo(np.int64).min)
+    np.maximum.at(latest, place, end_ns)
+    return np.diff(np.maximum.accumulate(latest))[np.isin(steps[1:], step[is_whole])]
 
 
 def schedule(

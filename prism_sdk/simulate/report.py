@@ -147,13 +147,10 @@ def _interval(timeline: Timeline, step_time: float, base_step_ns: float | None) 
         return Interval(estimate=step_time, low=low * scale, high=high * scale, confidence=0.95, num_samples=0), (
             "spread of the calibration"
         )
-    found = [timeline.steps(position) for position in range(timeline.job.num_ranks)]
-    steps, step_of = np.unique(np.concatenate([step[whole] for step, _, whole in found]), return_inverse=True)
-    if len(steps) < 3:
+    times = timeline.job_steps_ns()
+    if len(times) < 3:
         return None, "unknown: the trace has too few steps"
-    times = np.concatenate([time[whole] for _, time, whole in found])
-    means = np.bincount(step_of, weights=times) / np.bincount(step_of)
-    return bootstrap_interval(means.tolist()), "spread of the steps"
+    return bootstrap_interval(times), "spread of the steps"
 
 
 def _grouped(names: Sequence[str], parts: Sequence[PathPart], length: int) -> tuple[PathShare, ...]:

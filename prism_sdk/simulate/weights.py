@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_TIME_NS
 from prism_sdk.graph.errors import GraphError, MissingTimingError
+from prism_sdk.graph.timing import job_steps_ns
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -237,14 +238,11 @@ def _of_rank(
 
 
 def _recorded(job: SimJob, ends: list[Int64Array]) -> float | None:
-    """The mean over ranks of the times of whole steps but the first, as the trace shows them."""
+    """The mean time of whole steps but the first, as the trace shows them."""
     p = job.programs
-    found = []
-    for at, bound_ends in enumerate(ends):
-        whole = p.bound_is_whole[p.bounds_of(int(job.program[at]))]
-        if len(bound_ends) > 1:
-            found.append(np.diff(bound_ends)[whole[1:]])
-    times = np.concatenate(found) if found else np.zeros(0)
+    bounds = [p.bounds_of(int(program)) for program in job.program]
+    times = job_steps_ns(np.concatenate([p.bound_step[one] for one in bounds]), np.concatenate(ends),
+                         np.concatenate([p.bound_is_whole[one] for one in bounds]))  # fmt: skip
     return float(times.mean()) if len(times) else None
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prism_sdk.graph.errors import GraphDeadlockError, GraphError, MissingTimingError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.graph.timing import Timing, schedule
+from prism_sdk.graph.timing import Timing, job_steps_ns, schedule
 from prismtrace import ABSENT
 from tests.graph.jobs import Program, oracle, random_program
 
@@ -68,6 +68,17 @@ def test_overlap_wake_and_serial_stream_by_hand() -> None:
     assert (steps.tolist(), ends.tolist()) == ([0, 1], [211, 422])
     assert result.step_times_ns(0)[1].tolist() == [211]
     assert result.end_of_job_ns == 422
+
+
+def test_a_step_of_the_job_ends_with_its_last_rank() -> None:
+    """Rank 1 is late by 30 out of an uneven first step: rank 0 waits for that in step 1, which takes the job 100."""
+    step = np.array([0, 1, 2, 3, 0, 1, 2, 3])
+    ends = np.array([970, 1100, 1200, 1210, 1000, 1100, 1200, 1290])
+    is_whole = step < 3
+    assert job_steps_ns(step, ends, is_whole).tolist() == [100, 100]
+    order = np.random.default_rng(0).permutation(len(step))
+    assert job_steps_ns(step[order], ends[order], is_whole[order]).tolist() == [100, 100]
+    assert job_steps_ns(step[:1], ends[:1], is_whole[:1]).tolist() == []
 
 
 def test_wait_as_first_row_and_empty_rank() -> None:

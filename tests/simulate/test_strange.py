@@ -101,5 +101,5 @@ def test_communication_that_names_no_partner_waits_for_nobody(tmp_path: Path) ->
                 row.pop(name, None)
     path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.OBSERVED)
     timeline = simulate(load(path))
-    assert timeline.step_time_ns == timeline.job.recorded_step_ns == 4500
+    assert timeline.step_time_ns == timeline.job.recorded_step_ns == 5000
     assert any("12 communication units without a peer" in note for note in timeline.job.notes)

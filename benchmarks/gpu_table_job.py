@@ -248,7 +248,8 @@ def main() -> None:
         raise
     say("STEPS", ms=[(b - a) * 1e3 for a, b in itertools.pairwise(times)])
     say("LOSS", losses=losses)
-    say("MEMORY", parts=memory)
+    retries = torch.cuda.memory_stats().get("num_alloc_retries")
+    say("MEMORY", parts=memory, retries=retries)
     dist.destroy_process_group()
 
 

@@ -229,6 +229,8 @@ def _config(mode: LaunchMode, values: Mapping[str, Any]) -> LaunchConfig:
     if values.get("address") is not None and values.get("engine") is None:
         raise click.UsageError("--address is that of an engine's cluster: give --engine ray too.")
     payloads = values.get("payloads")
+    if mode is LaunchMode.OBSERVE and payloads not in (None, "none"):
+        raise click.UsageError("--payloads: `prism observe` keeps no values, which `prism record` does.")
     return LaunchConfig(
         mode=mode,
         target=target.name,

@@ -133,6 +133,12 @@ class Call:
         if any(torch._debug_has_internal_overlap(t) == 1 for t in self.outputs if not t.is_contiguous()):
             raise RuntimeError(f"{self.op.name.lower()}: elements of an output share their memory (an expanded tensor)")
 
+    def forget_tensors(self) -> None:
+        """Hold nothing that the program may have let go of: whoever still needs the tensors holds them."""
+        self.native = _done
+        self.contribution, self.outputs, self.through_one_tensor = [], [], []
+        self.deliveries, self.receive_tensors = (), None
+
     @property
     def other_rank(self) -> int | None:
         """Group rank of the root of a rooted collective or of the other end of a message; None where there is none."""
@@ -182,6 +188,10 @@ class Call:
         else:
             count = self.num_elements_in if self.equal_counts else None
         return (int(self.op), int(self.reduce_op), int(self.dtype), self.root, count)
+
+
+def _done() -> None:
+    return None
 
 
 _BITWISE = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})

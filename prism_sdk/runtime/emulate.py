@@ -154,6 +154,8 @@ class EmulateSeam(Seam):
         if one.sources:
             self.pool.announce(one.first_item + moved)
         carriage = self.session.carry(CarriedOperation(call, one, handle, self._recorded_own(one, moved)))
+        if kept and call.op is Op.SEND and carriage is None:
+            self._shelf.sent(call, kept)
         work = PrismWork(
             self._completer(call, one, moved, unit, posted, handle, seq, carriage, order, kept),
             self._poller(handle, carriage), order.results,
@@ -189,6 +191,9 @@ class EmulateSeam(Seam):
         )  # fmt: skip
         work.source = -1 if call.peer is None else call.peer
         work.kept = self._shelf.add(call, operation.scratch, ended=lambda: held.ended(operation))
+        if work.kept:
+            operation.scratch = []
+            call.forget_tensors()
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work

@@ -188,6 +188,8 @@ class RecordSeam(Seam):
         kept = self._shelf.add(call, order.scratch)
         if call.op is not Op.RECV:
             self._post(call, key, unit, keeps)
+        if kept and call.op is Op.SEND:
+            self._shelf.sent(call, kept)
         handle: PrismWork | None = None
 
         def complete(timeout: timedelta | None) -> None:

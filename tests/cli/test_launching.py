@@ -241,6 +241,7 @@ def test_a_failed_rank_is_a_message(launcher: Launcher, capsys: pytest.CaptureFi
 
 BAD = {
     "kernels of step 0": (["observe", "--kernels", ":2", "train.py"], 2, "begin with 1"),
+    "values of an observed run": (["observe", "--payloads", "full", "train.py"], 2, "keeps no values"),
     "kernels of CPUs": (["observe", "--kernels", "1:2", "--device", "cpu", "train.py"], 2, "leave one of them out"),
     "kernels of a recording": (["record", "--kernels", "1:2", "train.py"], 2, "No such option"),
     "no script": (["observe"], 2, "which script?"),

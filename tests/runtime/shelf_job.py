@@ -89,6 +89,14 @@ def gathered(held: Bytes) -> Any:
     return dist.all_gather_into_tensor(held.new(), part, async_op=True)
 
 
+def sent(held: Bytes) -> None:
+    """The first rank sends and never waits; the other one's receive is waited for."""
+    if dist.get_rank():
+        dist.recv(torch.empty(BYTES // 4, device=DEVICE), 0)
+    else:
+        dist.isend(held.new(), 1)
+
+
 def buckets(pause: float) -> None:
     """Allocated bytes after each step of a job whose buckets are made anew before the second."""
     torch.manual_seed(0)
@@ -130,6 +138,7 @@ def main() -> None:
     case("several as one, the handle", lambda held: in_one(held).wait(), small)
     case("several as one, the future", lambda held: in_one(held).works[0].get_future().wait(), small)
     case("functional", lambda held: functional.all_reduce(held.new(), "sum", dist.group.WORLD).sum(), small)
+    case("sent, nobody waits", sent, small)
     if DEVICE.type == "cuda":
         case("a barrier", lambda held: dist.barrier(), dist.barrier)
         for pause in (0.0, LATER):

@@ -11,7 +11,7 @@ from prism_sdk.runtime.config import LaunchMode
 PAYLOADS = option(
     "--payloads",
     type=click.Choice(["full", "results", "none"]),
-    help="Which communicated values go into the trace: every rank's contribution, results only, or none.",
+    help="As of `prism record`; `prism observe` keeps no values, and takes `none` alone.",
 )
 
 DEVICE_MEMORY = option(

@@ -54,6 +54,11 @@ class Shelf:
         for one in kept:
             one.ended = lambda: now
 
+    def sent(self, call: Call, kept: Sequence[Kept]) -> None:
+        """A message is on its way, though nobody may ever wait for its handle."""
+        self.brought(kept)
+        call.forget_tensors()
+
     def add(
         self, call: Call, scratch: Sequence[torch.Tensor] = (), *, ended: Callable[[], int | None] | None = None
     ) -> tuple[Kept, ...]:

@@ -10,6 +10,7 @@ for operations that are done; the next operation of the same group then lets go 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 
@@ -41,6 +42,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Kept]] = {}  # by group
+        self._lock = threading.Lock()  # threads of a program may communicate
         self._paused_ns = 0
 
     def now(self) -> int:
@@ -71,18 +73,15 @@ class Shelf:
         """
         if not uses_nccl(call.group.backend):
             return ()
-        kept = self._kept.get(call.group.group_id)
-        if kept:
-            now = self.now()
-            kept[:] = [one for one in kept if one.tensors and not _is_seen(one, now)]
-        if not call.is_async:
-            return ()
         tensors = [one for one in (*call.contribution, *call.outputs, *scratch) if one.device.type == DEVICE_TYPE]
-        if not tensors:
-            return ()
-        new = Kept(tensors, ended)
-        self._kept.setdefault(call.group.group_id, []).append(new)
-        return (new,)
+        new = (Kept(tensors, ended),) if tensors and call.is_async else ()
+        group_id = call.group.group_id
+        with self._lock:
+            now, known = self.now(), self._kept.get(group_id, ())
+            left = [one for one in known if one.tensors and not _is_seen(one, now)]
+            if left or new or known:
+                self._kept[group_id] = [*left, *new]
+        return new
 
     def forget(self, group_id: int) -> None:
         """A group was destroyed."""

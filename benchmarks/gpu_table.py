@@ -210,6 +210,8 @@ def summary(kind: str, runs: Sequence[tuple[str, Run]], *, names: Sequence[str] 
     memory = {name: [run.said.get("MEMORY", {}).get("parts") for run in some if not run.code]
               for name, some in by_name.items()}  # fmt: skip
     found: dict[str, Any] = {"steps_ms": steps, "exits": [run.code for _, run in runs]}
+    firsts = {name: some[0].said.get("STEPS", {}).get("ms", []) for name, some in by_name.items() if some}
+    found["steps_of_first_ms"] = {name: [round(ms, 1) for ms in all_of] for name, all_of in firsts.items()}
     if steps["real"]:
         whole = mean(steps["real"])
         found["real_ms"] = round(whole, 3)

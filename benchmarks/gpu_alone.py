@@ -207,6 +207,10 @@ def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
     for run in runs:
         run.seconds = 150.0
         if not at_once(run):
+            if bare.exists():
+                prism_words = [sys.executable, "-m", "prism_sdk.cli.main", "slice", "--drop-payloads", "-o"]
+                subprocess.run([*prism_words, str(folder / "small.prism"), str(bare)], timeout=60)
+                keep(kind, seen, folder / "small.prism")
             return {"failed": run.what}
     parts = [run.said["MEMORY"]["parts"] for run in real]
     pairs = list(zip(emulated.said["MEMORY"]["parts"], *parts, strict=True))

@@ -146,7 +146,12 @@ def main() -> None:
     gate = os.environ.get("GATE")
     while gate and not os.path.exists(gate):
         time.sleep(0.05)
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    local = int(os.environ["LOCAL_RANK"])
+    if "GPU_JOB_SHARES" in os.environ:  # NCCL lets ranks share a GPU that say they are on different hosts
+        local %= torch.cuda.device_count()
+        os.environ |= {"NCCL_HOSTID": os.environ["RANK"], "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+                       "LOCAL_RANK": str(local)}  # fmt: skip
+    torch.cuda.set_device(local)
     dist.init_process_group("nccl")
     torch.manual_seed(0)
     step = KINDS[kind](kind)

@@ -25,8 +25,9 @@ from prism_sdk.builtin.device_transfers import (
 )
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
 from prism_sdk.cluster.profile import load_cluster
-from prism_sdk.graph.calibrate import Calibration, merge_slices, relative_change
+from prism_sdk.graph.calibrate import Calibration, relative_change
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.observed_transfers import observed_transfers
 from prism_sdk.graph.prediction import Prediction, predict_step_time
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
@@ -170,17 +171,17 @@ class Slices(CalibrationStrategy):
         if not job.by_roles and all(any(s.issuperset(group.ranks) for s in sets) for group in graph.groups.values()):
             return None
         if options.observed is not None:
-            observed = JobGraph.load(options.observed)
-            found = merge_slices(
-                graph, [observed], warmup_steps=options.warmup_steps, default_transfer_ns=0, stands_for=job.stands_for
+            transfers = observed_transfers(
+                graph, JobGraph.load(options.observed), warmup_steps=options.warmup_steps, stands_for=job.stands_for
             )
-            transfers = np.where(graph.event_of_row >= 0, found.timing.transfer_ns, ABSENT)
-            known = np.where(found.is_measured, MEASURED, UNSPECIFIED).astype(np.uint8)
+            is_shown = transfers != ABSENT
+            transfers = np.where(is_shown | (graph.event_of_row < 0), transfers, 0)
+            known = np.where(is_shown, MEASURED, UNSPECIFIED).astype(np.uint8)
             if context.num_devices:  # what the observed run does not show has to come from somewhere that says so
                 other = cluster_transfers(graph, load_cluster(options.cluster), group_sizes=job.group_sizes)
-                transfers = np.where(found.is_measured, transfers, other.transfer_ns)
+                transfers = np.where(is_shown, transfers, other.transfer_ns)
                 assert other.provenance is not None
-                known = np.where(found.is_measured, known, other.provenance).astype(np.uint8)
+                known = np.where(is_shown, known, other.provenance).astype(np.uint8)
             return Transfers(transfers, known, options.transfers)
         if context.num_devices:
             return self._of_cluster(graph, context, options, job)

@@ -40,8 +40,8 @@ __all__ = ["Calibration", "Measurement", "Samples", "collect_samples", "measure"
 Int64Array = npt.NDArray[np.int64]
 
 _FIELDS = ("gap_ns", "duration_ns", "transfer_ns")
-_STRUCTURE = ("kind", "op", "reduce_op", "group_id", "dtype", "peer", "tag")
-_COUNTS = ("num_elements_in", "num_elements_out")
+STRUCTURE = ("kind", "op", "reduce_op", "group_id", "dtype", "peer", "tag")
+COUNTS = ("num_elements_in", "num_elements_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Segment:
     end: int
 
 
-def _segments(graph: JobGraph) -> list[Segment]:
+def segments_of(graph: JobGraph) -> list[Segment]:
     step = graph.columns["step"]
     first = np.ones(len(graph), dtype=np.bool_)
     first[1:] = step[1:] != step[:-1]
@@ -143,11 +143,11 @@ def structures_of(graph: JobGraph, *, stands_for: Mapping[int, int] | None = Non
     ``stands_for``: by rank the one that was measured in its place; it is in the graph, with the same steps.
     """
     relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
-    plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
-    counts = np.stack([graph.columns[name] for name in _COUNTS], axis=1)
+    plain = np.stack([*(graph.columns[name].astype(np.int64) for name in STRUCTURE), relative], axis=1)
+    counts = np.stack([graph.columns[name] for name in COUNTS], axis=1)
     result: dict[Segment, tuple[Key, Key]] = {}
     by_place: dict[tuple[int, int], tuple[Key, Key]] = {}
-    segments = _segments(graph)
+    segments = segments_of(graph)
     for segment in segments:
         rows = slice(segment.begin, segment.end)
         digest = hashlib.blake2b(plain[rows].tobytes(), digest_size=16)

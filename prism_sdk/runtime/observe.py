@@ -257,9 +257,9 @@ class TimedBlock(PrismWork):
             start = tracer.now()
             inner.wait()
             end = tracer.now()
-            for unit in units:
+            for unit in units:  # a recording waits for one after the other, with rows of computing between
                 tracer.wait(unit, start, end, blocked=False)
-                start = end
+                start = end = tracer.now()
 
         def again() -> None:
             inner.wait()

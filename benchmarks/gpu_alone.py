@@ -54,7 +54,6 @@ from gpu_table import (
     WARM,
     Run,
     at_once,
-    in_turns,
     over_nccl,
     prism,
     summary,
@@ -66,7 +65,7 @@ REPEATS = int(os.environ.get("ALONE_REPEATS", "5"))
 REALS = int(os.environ.get("ALONE_REALS", "2"))  # of `bytes`
 CTAS = "2"
 BOTH = "4"  # the kernels of both ranks are on this GPU
-OPTIONS = {"waiting": ("-O", "occupy=off"), "occupying": ("-O", f"occupy={BOTH}")}
+OPTIONS = {"emulated": ("-O", f"occupy={BOTH}")}
 SHARING = {"GPU_JOB_SHARES": "1", "NCCL_MAX_CTAS": CTAS}
 _ALL = (*FRAMEWORKS, *KINDS)
 FEW_STEPS = 3
@@ -108,18 +107,18 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
             return {"failed": "calibrate"}
         runs: list[tuple[str, Run]] = []
         for number in range(REPEATS):
-            port, turn = 29700 + number, folder / f"gate-{number}"
             environment = {**variables, **light, "NCCL_MAX_CTAS": CTAS}
-            runs.append(("real", over_nccl(f"real {kind}", job, gate=Path(f"{turn}-real"), port=port, shares=True,
-                                           **environment)))  # fmt: skip
             output = folder / f"observed-{number}.prism"
-            runs.append(("observed", prism("observe", output, kind, 0, "--no-pin", gate=Path(f"{turn}-observed"),
-                                           script=job, **sharing)))  # fmt: skip
+            runs += [
+                ("real", over_nccl(f"real {kind}", job, gate=gate, port=29700 + number, shares=True, **environment)),
+                ("observed", prism("observe", output, kind, 0, "--no-pin", gate=gate, script=job, **sharing)),
+            ]
             for name, options in OPTIONS.items():
                 output = folder / f"{name}-{number}.prism"
-                runs.append((name, prism("emulate", output, kind, 0, "--graph", str(graph), *options,
-                                         gate=Path(f"{turn}-{name}"), script=job, **light)))  # fmt: skip
-        in_turns([run for _, run in runs])
+                runs.append((name, prism("emulate", output, kind, 0, "--graph", str(graph), *options, gate=gate,
+                                         script=job, **light)))  # fmt: skip
+        for _, run in runs:  # nobody loads torch beside the steps of another
+            at_once(run)
     found = summary(kind, runs, names=["observed", *OPTIONS])
     found["predicted_ms"], found["transfers_of_ms"] = _predicted_ms(graph), round(first.step_ms, 3)
     found["releases"] = {name: _releases(folder / f"{name}-0.prism") for name in OPTIONS}
@@ -207,11 +206,12 @@ def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
     for run in runs:
         run.seconds = 150.0
         if not at_once(run):
-            if bare.exists():
-                prism_words = [sys.executable, "-m", "prism_sdk.cli.main", "slice", "--drop-payloads", "-o"]
-                subprocess.run([*prism_words, str(folder / "small.prism"), str(bare)], timeout=60)
-                keep(kind, seen, folder / "small.prism")
             return {"failed": run.what}
+        if run.what.startswith("record"):
+            small = folder / "small.prism"
+            words_of_slice = ["-m", "prism_sdk.cli.main", "slice", "--drop-payloads", "--steps", "0:"]
+            subprocess.run([sys.executable, *words_of_slice, str(bare), "-o", str(small)], timeout=60)
+            keep(kind, *filter(Path.exists, (seen, small)))
     parts = [run.said["MEMORY"]["parts"] for run in real]
     pairs = list(zip(emulated.said["MEMORY"]["parts"], *parts, strict=True))
     apart = [(step, mine, theirs) for step, (mine, *theirs) in enumerate(pairs) if mine not in theirs]

@@ -41,6 +41,7 @@ def localise(
         hold[i] = -1
         last_wait[i] = -1
         lane_of[i] = -1
+        ordinal[i] = -1
         if k == COMPUTE:
             continue
         if k == WAIT:

@@ -69,8 +69,9 @@ def _in_other_groups(
     for before, after in set(zip(old[meets].tolist(), new[meets].tolist(), strict=True)):
         rows = np.flatnonzero(meets & (old == before) & (new == after) & (structure["kind"] == UnitKind.COLLECTIVE))
         was, now = reader.groups[before].ranks, job.groups[after].ranks
-        first = {int(source.rank[rank]): rank for rank in reversed(now)}
-        peer[rows] = [first.get(rank, ABSENT32) for rank in root[rows].tolist()]
+        if len(rooted := rows[root[rows] != ABSENT32]):
+            first = {int(source.rank[rank]): rank for rank in reversed(now)}
+            peer[rooted] = [first.get(rank, ABSENT32) for rank in root[rooted].tolist()]
         if len(was) != len(now):
             given[rows], got[rows] = shared_anew(op[rows], dtype[rows], given[rows], got[rows], before=len(was),
                                                  after=len(now))  # fmt: skip
@@ -123,21 +124,25 @@ def structure_of(job: SimJob, position: int) -> dict[str, npt.NDArray[Any]]:
     rows = p.rows(program)
     kind, lane_of = p.kind[rows], p.lane_of[rows]
     is_communication = lane_of >= 0
-    lane = lanes.lane[lanes.offsets[position] : lanes.offsets[position + 1]][np.maximum(lane_of, 0)] if len(
-        lanes.lane) else np.zeros(len(kind), dtype=np.int64)  # fmt: skip
+    mine = lanes.lane[lanes.offsets[position] : lanes.offsets[position + 1]]
+
+    def of_lane(column: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        nothing: npt.NDArray[Any] = np.zeros(len(kind), column.dtype)  # a rank may communicate nothing
+        return column[mine][np.maximum(lane_of, 0)] if len(mine) else nothing
+
     is_message = is_communication & (kind != UnitKind.COLLECTIVE)
     bounds = p.bounds_of(program)
     step = np.repeat(p.bound_step[bounds], np.diff(p.bounds[bounds], prepend=0))
     op = np.where(kind == UnitKind.SEND, Op.SEND, np.where(kind == UnitKind.RECV, Op.RECV, p.op[rows]))
-    peer = np.where(kind == UnitKind.SEND, lanes.destination[lane], lanes.source[lane])
+    peer = np.where(kind == UnitKind.SEND, of_lane(lanes.destination), of_lane(lanes.source))
     return {
         "kind": kind, "phase": p.phase[rows],
         "op": op.astype(np.uint8),
         "step": step, "microbatch": p.microbatch[rows],
-        "group_id": np.where(is_communication, lanes.group_id[lane], 0).astype(np.uint64),
-        "seq": np.where(is_communication, lanes.first_seq[lane] + p.ordinal[rows], ABSENT),
+        "group_id": np.where(is_communication, of_lane(lanes.group_id), 0).astype(np.uint64),
+        "seq": np.where(is_communication, of_lane(lanes.first_seq) + p.ordinal[rows], ABSENT),
         "peer": np.where(is_message, peer, ABSENT32).astype(np.int32),
-        "tag": np.where(is_message, lanes.tag[lane], ABSENT),
+        "tag": np.where(is_message, of_lane(lanes.tag), ABSENT),
         "awaits": np.where(p.awaited[rows] >= 0, p.awaited[rows].astype(np.int64), ABSENT),
         "stage": np.full(len(kind), job.stage[position] if job.stage[position] >= 0 else ABSENT32, dtype=np.int32),
     }  # fmt: skip

@@ -88,7 +88,7 @@ def _steps(timeline: Timeline, position: int, kept: Mapping[str, Any]) -> dict[s
     bounds = job.programs.bounds_of(int(job.program[position]))
     ends = timeline.step_end_ns[timeline.step_offsets[position] : timeline.step_offsets[position + 1]]
     step = job.programs.bound_step[bounds]
-    if len(kept.get("step", ())):
+    if len(kept.get("step", ())) and len(ends):
         known = dict(zip(step.tolist(), ends.tolist(), strict=True))
         before = dict(zip(step[1:].tolist(), ends[:-1].tolist(), strict=True))
         steps = kept["step"].tolist()

@@ -145,6 +145,33 @@ def test_steps_and_values_of_steps_go_with_the_units(tmp_path: Path) -> None:
     assert told["fewer units"] == ([0, 1, 2], True, 0, [9000, 9100, 9200])
 
 
+def test_a_rank_may_have_steps_without_units(tmp_path: Path) -> None:
+    """It does nothing in those that are simulated: none of them ends on it."""
+    path = tmp_path / "job.prism"
+    with TraceWriter(path, graph_kind=GraphKind.CALIBRATED, world_size=2) as writer:
+        for rank in range(2):
+            rows = 2 - rank
+            writer.add_units(rank, {"kind": [1] * rows, "step": [*range(rows)], "start_ns": [0] * rows,
+                                    "end_ns": [10] * rows})  # fmt: skip
+            writer.add_steps(rank, {"step": [0, 1], "end_ns": [10, 20]})
+    write_timeline(simulate(load(path, steps=range(1, 2))), tmp_path / "out.prism")
+    with TraceReader(tmp_path / "out.prism") as reader:
+        assert reader.ranks == (0,) and reader.steps(0).step.tolist() == [1]
+
+
+def test_a_rank_that_communicates_nothing_is_written(tmp_path: Path) -> None:
+    program = Program(3, {1: (0, 1)})
+    for rank in range(3):
+        program.compute(rank, 10 + rank)
+    for rank, unit in program.collective(1, lambda _: 5).items():
+        program.wait(rank, unit)
+    path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.CALIBRATED)
+    for keep in (True, False):
+        write_timeline(simulate(load(path, steps=range(1))), tmp_path / "out.prism", keep_columns=keep)
+        with TraceReader(tmp_path / "out.prism") as reader:
+            assert reader.units(2).end_ns.tolist() == [12] and reader.units(1).seq.tolist() == [ABSENT, 0, ABSENT]
+
+
 def test_memory_of_another_schedule_is_in_the_file(tmp_path: Path) -> None:
     """The report predicts it; simulating the file gives the same."""
     plain = tmp_path / "sample.prism"

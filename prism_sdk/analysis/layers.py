@@ -77,14 +77,18 @@ def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tupl
         return ()
     found: dict[str | None, list[npt.NDArray[np.float64]]] = {}
     known: dict[int, dict[str | None, npt.NDArray[np.float64]]] = {}
+    lengths: dict[int, tuple[Int64Array, float]] = {}  # by place: the steps that count, and how long one takes
     step_ns = 0.0
-    for position, key in enumerate(keys):
-        chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
-        is_steady = windows.is_steady[chosen]
-        steady = np.unique(windows.step[chosen][is_steady])
+    for position, (key, place) in enumerate(zip(keys, job.place.tolist(), strict=True)):
+        if place not in lengths:
+            chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
+            is_steady = windows.is_steady[chosen]
+            steady = np.unique(windows.step[chosen][is_steady])
+            lengths[place] = steady, float(windows.length_ns[chosen][is_steady].sum()) / max(len(steady), 1)
+        steady, length_ns = lengths[place]
         if not len(steady):
             continue
-        step_ns += float(windows.length_ns[chosen][is_steady].sum()) / len(steady)
+        step_ns += length_ns
         if key not in known:
             known[key] = _of_rank(job, *rows_of[key], steady)
         for layer, cost in known[key].items():

@@ -7,6 +7,8 @@ steps, divided by their number, and then means over the ranks that have the laye
 - *waiting*: WAIT units, so communication that nothing hides, and waiting for other ranks.
 - *communication*: from post to completion, hidden or not; what overlaps counts more than once.
 - *bytes*: what the rank hands over or gets, the larger of the two (as S of ``bandwidths`` for one member).
+- *share*: computing and waiting, of the step time of all ranks, also of those that do not have the layer: the shares of
+  all layers and of units without one add up to the share of the time that ranks compute or wait.
 """
 
 from __future__ import annotations
@@ -25,7 +27,10 @@ __all__ = ["LayerCost", "layer_costs"]
 Int64Array = npt.NDArray[np.int64]
 _COLUMN = "prism.layer"
 _ENUMS: dict[str, type[IntEnum]] = {"kind": UnitKind, "phase": Phase, "op": Op, "dtype": DType}
+#: What ranks differ in that are alike otherwise (``folded``).
+_OF_NUMBERS = ("group_id", "peer")
 _FIGURES = ("forward_ns", "backward_ns", "other_ns", "waiting_ns", "communication_ns", "communication_bytes")
+_NUM_TIMES = 4  # the first ones make up ``time_ns``
 _ITEM_BYTES = np.array([DType(number).itemsize_bytes if number in DType._value2member_map_ else 0
                         for number in range(256)], dtype=np.int64)  # fmt: skip
 
@@ -43,6 +48,8 @@ class LayerCost:
     waiting_ns: float
     communication_ns: float
     communication_bytes: float
+    #: Of the step time of all ranks, 0 to 1: what this layer holds them up for.
+    share: float
 
     @property
     def time_ns(self) -> float:
@@ -61,30 +68,48 @@ def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tupl
     windows = job.windows
     numbers = np.unique(windows.step)
     steps = range(int(numbers[0]), int(numbers[-1]) + 1) if len(numbers) and numbers[0] != ABSENT32 else None
+    has_own = job.fold is not None and column in _OF_NUMBERS  # of ranks that are otherwise alike
+    keys = list(range(len(job.ranks))) if has_own else job.place.tolist()
+    ranks = job.ranks if has_own else job.graph.ranks
+    places = dict(zip(keys, job.place.tolist(), strict=True))
+    rows_of = {key: _names(source, job, place, ranks[key], steps, column) for key, place in places.items()}
+    if not any(len(names.values) for _, names in rows_of.values()):
+        return ()
     found: dict[str | None, list[npt.NDArray[np.float64]]] = {}
     known: dict[int, dict[str | None, npt.NDArray[np.float64]]] = {}
-    for position, place in enumerate(job.place.tolist()):
-        if place not in known:
+    lengths: dict[int, tuple[Int64Array, float]] = {}  # by place: the steps that count, and how long one takes
+    step_ns = 0.0
+    for position, (key, place) in enumerate(zip(keys, job.place.tolist(), strict=True)):
+        if place not in lengths:
             chosen = slice(int(job.window_bounds[position]), int(job.window_bounds[position + 1]))
-            steady = np.unique(windows.step[chosen][windows.is_steady[chosen]])
-            known[place] = _of_place(source, job, place, steps, steady, column) if len(steady) else {}
-        for layer, cost in known[place].items():
+            is_steady = windows.is_steady[chosen]
+            steady = np.unique(windows.step[chosen][is_steady])
+            lengths[place] = steady, float(windows.length_ns[chosen][is_steady].sum()) / max(len(steady), 1)
+        steady, length_ns = lengths[place]
+        if not len(steady):
+            continue
+        step_ns += length_ns
+        if key not in known:
+            known[key] = _of_rank(job, *rows_of[key], steady)
+        for layer, cost in known[key].items():
             found.setdefault(layer, []).append(cost)
     if not found.keys() - {None}:
         return ()
     costs = []
     for layer, each in found.items():
         figures = dict(zip(_FIGURES, np.mean(each, axis=0).tolist(), strict=True))
-        costs.append(LayerCost(layer=layer, num_ranks=len(each), **figures))
+        held_ns = float(np.sum(each, axis=0)[:_NUM_TIMES].sum())
+        costs.append(LayerCost(layer=layer, num_ranks=len(each), share=held_ns / step_ns if step_ns else 0.0,
+                               **figures))  # fmt: skip
     return tuple(sorted(costs, key=lambda cost: -cost.time_ns))
 
 
-def _of_place(
-    source: TraceReader, job: Job, place: int, steps: range | None, steady: Int64Array, column: str
-) -> dict[str | None, npt.NDArray[np.float64]]:
-    """The figures of each layer of one rank of the graph; {} where its units have no such column."""
+def _names(
+    source: TraceReader, job: Job, place: int, rank: int, steps: range | None, column: str
+) -> tuple[Int64Array, DictionaryColumn[str]]:
+    """The rows that a rank of the graph has, and their values of the column for ``rank``, which it stands for."""
     graph = job.graph
-    table = source.units(graph.ranks[place], steps=steps, columns=[column])
+    table = source.units(rank, steps=steps, columns=[column])
     layers = table.columns().get(column)
     if isinstance(layers, np.ndarray) and layers.dtype.kind in "iu":
         absent = {"i4": ABSENT32, "i8": ABSENT}.get(layers.dtype.str[1:], 0)  # 0: UNSPECIFIED, or no group
@@ -94,11 +119,11 @@ def _of_place(
         numbered[known] = codes
         words = {int(item): item.name.lower() for item in _ENUMS.get(column, ())}
         layers = DictionaryColumn(numbered, tuple(words.get(number, str(number)) for number in numbers.tolist()))
-    if not isinstance(layers, DictionaryColumn):
-        return {}
+    if not isinstance(layers, DictionaryColumn):  # no unit of this rank has a value, or one that names nothing
+        layers = DictionaryColumn(np.full(len(table), -1, dtype=np.int32), ())
     rows = table.row_index - int(graph.first_index[place]) + int(graph.offsets[place])
     inside = (rows >= graph.offsets[place]) & (rows < graph.offsets[place + 1])
-    return _of_rank(job, rows[inside], layers.take(inside), steady)
+    return rows[inside], layers.take(inside)
 
 
 def _of_rank(

@@ -82,13 +82,16 @@ def _tables(a: Analysis) -> Iterator[Table]:
            ("group", "times", "imbalance", "variation", "worst", "most loaded rank"), rows)  # fmt: skip
     for title, name, costs in (("layers", "layer", a.layers), (f"by {a.by}", a.by or "", a.costs_by)):
         rows = [[one.layer or f"no {name}", str(one.num_ranks), ms(one.forward_ns), ms(one.backward_ns),
-                 ms(one.other_ns), ms(one.waiting_ns), _share(one.time_ns, step), ms(one.communication_ns),
+                 ms(one.other_ns), ms(one.waiting_ns), _share(one.share, 1), ms(one.communication_ns),
                  f"{one.communication_bytes:,.0f}"] for one in costs[:_MAX_ROWS]]  # fmt: skip
+        if left := costs[_MAX_ROWS:]:
+            rows.append([f"{len(left)} more", *[""] * 5, _share(sum(one.share for one in left), 1), "", ""])
         header: Sequence[str] = (name, "ranks", "forward ms", "backward ms", "other ms", "waiting ms", "share",
                                  "communication ms", "bytes")  # fmt: skip
         if title == "layers":  # other computing is in the share alone
             rows, header = [[*row[:4], *row[5:]] for row in rows], [*header[:4], *header[5:]]
-        yield (f"{title} (a step, mean over the ranks that have them; share: computing and waiting)", header, rows)
+        yield (f"{title} (a step, mean over the ranks that have them; share: computing and waiting, of the step of all "
+               "ranks)", header, rows)  # fmt: skip
     rows = [[one.layer or "no layer", str(one.num_ranks), str(one.num_routings),
              f"{one.imbalance:.3f}", f"{one.worst_imbalance:.3f}", _tokens(one.tokens)]
             for one in a.experts[:_MAX_ROWS]]  # fmt: skip

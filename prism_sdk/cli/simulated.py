@@ -39,7 +39,7 @@ def echo_report(report: Report, *, before: Report | None = None) -> None:
     num_ranks = max(report.num_ranks, report.world_size)
     size = f"{part}{counted(num_ranks, 'rank', separator=',')}, {counted(report.num_units, 'unit', separator=',')}"
     click.echo(f"job        {size}, {counted(report.num_steps, 'counted step')}")
-    # a rank may be exposed to transfers that are longer than its own: none is hidden then
+    # of what was posted before the counted steps and is waited for in them only the wait is counted
     overlap = max(1.0 - report.exposed_ns / report.communication_ns, 0.0) if report.communication_ns > 0 else None
     hidden = "" if overlap is None else f" of {format_ns(report.communication_ns)} ({overlap:.0%} hidden)"
     click.echo(f"exposed    {format_ns(report.exposed_ns)} of communication a step and rank{hidden}")

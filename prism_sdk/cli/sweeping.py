@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from prism_sdk.cli.output import Ticker, json_ready
+from prism_sdk.errors import ExitCode, PrismError
 from prism_sdk.runtime.engines import RayEngine, kept_folder
 from prism_sdk.simulate import Scenario, summarise
 from prism_sdk.writing import write_whole
+
+_REFUSED = "refused"
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,20 @@ class VariantTask:
 
     def run(self, make_host: Callable[..., Any]) -> None:
         del make_host  # no rank runs
-        write_whole(
-            json.dumps(report_of(self.file, self.scenario, self.steps, self.base_step_ns)).encode(), self.output
-        )
+        try:
+            found = report_of(self.file, self.scenario, self.steps, self.base_step_ns)
+        except PrismError as error:  # a result, too: the others go on
+            found = {_REFUSED: {"message": error.message, "hint": error.hint, "exit_code": int(error.exit_code)}}
+        write_whole(json.dumps(found).encode(), self.output)
 
-    def report(self) -> dict[str, Any]:
-        """What it found, as JSON."""
+    def report(self) -> dict[str, Any] | PrismError:
+        """What it found, as JSON, or why it cannot be."""
         found: dict[str, Any] = json.loads(self.output.read_text())
-        return found
+        if _REFUSED not in found:
+            return found
+        error = PrismError(found[_REFUSED]["message"], hint=found[_REFUSED]["hint"])
+        error.exit_code = ExitCode(found[_REFUSED]["exit_code"])
+        return error
 
 
 def report_of(
@@ -71,8 +80,10 @@ def report_of(
 
 def sweep_on_cluster(
     file: Path, named: Sequence[tuple[str, Scenario]], steps: range | None, *, address: str | None
-) -> list[dict[str, Any]]:  # fmt: skip
-    """The reports of `named`, the first of which is the job as it is; each runs on one CPU of a Ray cluster.
+) -> list[dict[str, Any] | PrismError]:  # fmt: skip
+    """What each of `named` gives, or why it cannot be; each runs on one CPU of a Ray cluster.
+
+    The first is the job as it is, which must be: its error is raised.
 
     What is finished is kept beside the file until all of them are, so the same command goes on after an interruption.
     """
@@ -84,7 +95,11 @@ def sweep_on_cluster(
         (name, scenario), *others = named
         base = VariantTask(file, name, scenario, steps, None, folder)
         engine.run([base], lambda done: ticker(done, len(named)))
-        step_ns = base.report()["step_time_ns"]
+        as_it_is = base.report()
+        if isinstance(as_it_is, PrismError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise as_it_is
+        step_ns = as_it_is["step_time_ns"]
         tasks = [VariantTask(file, name, scenario, steps, step_ns, folder) for name, scenario in others]
         distinct = list({task.output: task for task in tasks}.values())
         engine.run(distinct, lambda done: ticker(done + 1, len(distinct) + 1))

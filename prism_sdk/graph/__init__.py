@@ -9,6 +9,7 @@ A map for newcomers, in the order of dependence:
     timing               schedule(): when every unit starts and ends (the timing model is written there)
     plan, contract       BoundaryPlan: when virtual ranks arrive, without running them
                          (contract() is not exported here: it would hide its module)
+    shares               shared_anew(): what is a rank's in a group of another size
     folding              folded_graph(): of a large job the ranks that differ, for the plan of a sandbox
     calibrate            merge_slices(): weights from measured slices into a bare graph
     prediction           predict_step_time(): what variation adds, and an interval

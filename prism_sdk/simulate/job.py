@@ -21,14 +21,14 @@ and detached members, which were complete before the last arrival (the root of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from prismtrace import GraphKind, ProcessGroup
 
-__all__ = ["Lanes", "Links", "Programs", "SimJob", "Slowdown"]
+__all__ = ["Lanes", "Links", "Programs", "SimJob", "Slowdown", "SourceRows"]
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
@@ -133,6 +133,31 @@ class Slowdown:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceRows:
+    """Which units of the trace those of a job are."""
+
+    #: The steps that were read; None: all.
+    steps: range | None = None
+    #: By rank position, the rank of the trace.
+    rank: Int64Array
+    #: By rank position, where units were left out, reordered or repeated: their places among those that were read, and
+    #: their memory (``memory.UNKNOWN_BYTES`` where it is not known any more).
+    rows: tuple[tuple[Int64Array, Int64Array], ...] | None = field(default=None, repr=False)
+    #: Whether ranks were copied or left out, so that ranks and groups have other numbers, and groups other sizes.
+    is_copied: bool = False
+
+    @property
+    def are_others(self) -> bool:
+        """Whether ranks do something else than in the trace, or are others."""
+        return self.rows is not None or self.is_copied
+
+    def copied(self, positions: Int64Array) -> SourceRows:
+        """Those of a job with the ranks at these positions."""
+        rows = None if self.rows is None else tuple(self.rows[at] for at in positions.tolist())
+        return replace(self, rank=self.rank[positions], rows=rows, is_copied=True)
+
+
+@dataclass(frozen=True, kw_only=True)
 class SimJob:
     """A job that can be simulated. Arrays are not to be written to; ``dataclasses.replace`` makes variants."""
 
@@ -161,6 +186,7 @@ class SimJob:
     slowdowns: Mapping[int, Slowdown] = field(default_factory=dict)
     #: The links that transfers share; None: every transfer is as if it were alone.
     links: Links | None = field(default=None, repr=False)
+    source_rows: SourceRows | None = field(default=None, repr=False)
     #: Mean step time that the trace itself shows, where its times were measured.
     recorded_step_ns: float | None = None
     num_detached: int = 0

@@ -41,6 +41,7 @@ def localise(
         hold[i] = -1
         last_wait[i] = -1
         lane_of[i] = -1
+        ordinal[i] = -1
         if k == COMPUTE:
             continue
         if k == WAIT:
@@ -235,8 +236,9 @@ def walk_rank(
     """Go through the rows of one rank once more with the arrivals known; fill its times, or only add up.
 
     Returns the host clock after the last row. Idle: the host waits for a rank that has not arrived. Exposed: it waits
-    while data moves. ``blame`` gets the idle time by the rank that arrived last. ``complete_ns`` has the completions of
-    the rows where links were shared (``is_shared``).
+    while data moves. What it takes to go on when the data is there is a gap of the host. ``blame`` gets the idle time
+    by the rank that arrived last. ``complete_ns`` has the completions of the rows where links were shared
+    (``is_shared``).
     """
     shift = weight - begin
     for i in range(begin, end):
@@ -268,6 +270,7 @@ def walk_rank(
                 is_own = kind[j] == SEND or main[v] < 0
                 ready = started
                 guilty = -1
+                e = -1
                 if is_own:
                     complete = held[hold[j]]
                 else:
@@ -275,23 +278,32 @@ def walk_rank(
                     ready = arrival[e]
                     guilty = last[e]
                     complete = complete_ns[j - begin] if is_shared else ready + main[v]
-                complete += side[w]
-                if complete > now:
-                    now = complete
+                if complete + side[w] > now:
+                    now = complete + side[w]
                 if counts:
-                    idle = ready - started
-                    if idle > now - started:
-                        idle = now - started
-                    if idle < 0:
-                        idle = 0
+                    there = max(min(complete, now), started)
+                    until = min(max(ready, started), there)
+                    exposed = there - until
+                    row = j
+                    while guilty == -2 and until > started:
+                        # the collective before it in the group was not complete: its transfer here is exposed, too
+                        row -= 1
+                        while lane_of[row] != lane_of[j]:
+                            row -= 1
+                        e -= 1
+                        ended = complete_ns[row - begin] if is_shared else arrival[e] + main[row + shift]
+                        exposed += max(min(ended, until) - max(arrival[e], started), 0)
+                        until = min(max(arrival[e], started), until)
+                        guilty = last[e]
                     if kind[j] == COLLECTIVE:
-                        totals[IDLE_COLLECTIVE] += idle
-                        totals[EXPOSED_COLLECTIVE] += now - started - idle
+                        totals[IDLE_COLLECTIVE] += there - started - exposed
+                        totals[EXPOSED_COLLECTIVE] += exposed
                     else:
-                        totals[IDLE_MESSAGE] += idle
-                        totals[EXPOSED_MESSAGE] += now - started - idle
+                        totals[IDLE_MESSAGE] += there - started - exposed
+                        totals[EXPOSED_MESSAGE] += exposed
+                    totals[HOST_GAP] += now - there
                     if guilty >= 0:
-                        blame[guilty] += idle
+                        blame[guilty] += until - started
             elif counts:
                 totals[HOST_GAP] += now - started
             if keep:
@@ -299,22 +311,19 @@ def walk_rank(
                 end_ns[at] = now
         else:
             posted = now + side[w]
-            moved = main[w]
-            if moved < 0 or k == SEND:
-                complete = posted - moved - 1 if moved < 0 else posted + moved
+            ready = posted
+            if main[w] < 0 or k == SEND:
+                complete = posted - main[w] - 1 if main[w] < 0 else posted + main[w]
                 if hold[i] >= 0:
                     held[hold[i]] = complete
-                if counts and moved > 0 and k != COLLECTIVE:
-                    totals[MOVED_MESSAGE] += moved
             else:
                 ready = arrival[lane_event[lanes + lane_of[i]] + ordinal[i]]
-                complete = complete_ns[at] if is_shared else ready + moved
-                moved = complete - ready
-                if counts:
-                    if k == COLLECTIVE:
-                        totals[MOVED_COLLECTIVE] += moved
-                    else:
-                        totals[MOVED_MESSAGE] += moved
+                complete = complete_ns[at] if is_shared else ready + main[w]
+            if counts:
+                if k == COLLECTIVE:
+                    totals[MOVED_COLLECTIVE] += complete - ready
+                else:
+                    totals[MOVED_MESSAGE] += complete - ready
             if keep:
                 start_ns[at] = posted
                 end_ns[at] = complete

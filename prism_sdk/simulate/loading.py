@@ -6,6 +6,7 @@ It gives no times and explains no faults of a graph: where ranks do not fit toge
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import numpy.typing as npt
 from prism_sdk.errors import UsageError
 from prism_sdk.graph.errors import GraphError, MissingTimingError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.simulate.job import SimJob
+from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.loader import Loader, RankColumns
 from prism_sdk.simulate.recalled import Recalled, fixed
 from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
@@ -42,7 +43,7 @@ COLUMNS: dict[str, type[np.generic]] = {
 _NAMES = (*COLUMNS, PROVENANCE, LEAD)
 _TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8, LEAD: np.int64, "label": np.int32}
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
-_MAIN, _SIDE = "main", "side"  # columns that a change moves along with the others
+_MAIN, _SIDE, _ROW = "main", "side", "row"  # columns that a change moves along with the others
 _OF_RECORDING = "computing takes what it took in the recording, where ranks ran by turns: it is not calibrated"
 _ABSENT = {spec.name: spec.default for spec in MODEL_COLUMNS[TableKind.UNITS] if spec.name in COLUMNS}
 _MOST_DEFAULTS = 512
@@ -76,6 +77,9 @@ class _Taker:
         self._defaults: dict[tuple[str, int], npt.NDArray[Any]] = {}
         self._recalled = Recalled()
         self.labels: dict[str, int] = {}
+        self.rows: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        """By rank that was changed: where its units come from, and their memory (``SourceRows``)."""
+        self._known_rows: dict[bytes, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
 
     def take(self, rank: int, loader: Loader) -> None:
         """Read a rank, change it, and hand it to the loader."""
@@ -94,7 +98,8 @@ class _Taker:
             if self._unchanged is not None:
                 _, own = find_rows(self._unchanged, int(np.searchsorted(self._unchanged.ranks, rank)))
                 columns |= {_MAIN: self._unchanged.main[own], _SIDE: self._unchanged.side[own]}
-            columns = self._change(rank, columns)
+            columns = self._change(rank, columns | {_ROW: np.arange(len(table))})
+            self._keep_rows(columns.pop(_ROW), columns["memory_bytes"])
             if self._unchanged is not None:
                 weights = columns.pop(_MAIN), columns.pop(_SIDE)
             after = int(columns["memory_bytes"].max(initial=-1))
@@ -102,6 +107,11 @@ class _Taker:
                 peak += after - before
             columns = {name: fixed(column, _TYPES[name]) for name, column in columns.items()}
         loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak, weights=weights)
+
+    def _keep_rows(self, rows: npt.NDArray[np.int64], memory: npt.NDArray[np.int64]) -> None:
+        """Kept once for all ranks that have the same."""
+        digest = hashlib.blake2b(rows.tobytes() + memory.tobytes(), digest_size=16).digest()
+        self.rows.append(self._known_rows.setdefault(digest, (rows, memory)))
 
     def _columns(self, table: UnitTable) -> RankColumns:
         size = len(table)
@@ -218,4 +228,5 @@ def load(
         world = counted(reader.world_size, "rank", separator=",")
         notes.append(f"{len(chosen):,} of {world} are simulated, as if they never waited for the others: the figures "
                      "are not those of the whole job")  # fmt: skip
-    return replace(job, notes=(*job.notes, *notes, *((_OF_RECORDING,) if is_bare else ())))
+    source_rows = SourceRows(steps=steps, rank=job.ranks, rows=tuple(taker.rows) if change is not None else None)
+    return replace(job, source_rows=source_rows, notes=(*job.notes, *notes, *((_OF_RECORDING,) if is_bare else ())))

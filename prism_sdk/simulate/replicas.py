@@ -6,6 +6,7 @@ It changes no weights; transfers of groups that grew come from a cluster profile
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -60,7 +61,7 @@ class DataParallel:
                              f"{MAX_RANKS} ranks")  # fmt: skip
         chosen = [parts[index % num] for index in range(self.size // block)]
         old = np.concatenate(chosen)
-        lanes, groups = self._lanes(job, wide, chosen)
+        lanes, groups, old_group = self._lanes(job, wide, chosen)
         programs = _rescaled_gathers(job, wide, num / len(chosen))
         note = f"{self.size} data-parallel replicas in place of {num * block}"
         if len(chosen) != num:
@@ -72,6 +73,8 @@ class DataParallel:
             programs=programs, program=job.program[old], weight_base=job.weight_base[old],
             origin_ns=job.origin_ns[old], stage=job.stage[old], memory_bytes=job.memory_bytes[old],
             scale=job.scale[old], chained=_chained(job, lanes), slowdowns={}, notes=(*job.notes, note),
+            source_rows=None if job.source_rows is None else job.source_rows.copied(old),
+            metadata=_renumbered(job.metadata, job.ranks[old], old_group),
         )  # fmt: skip
 
     def _wide_groups(self, job: SimJob) -> frozenset[int]:
@@ -108,7 +111,8 @@ class DataParallel:
 
     def _lanes(
         self, job: SimJob, wide: frozenset[int], chosen: list[Int64Array]
-    ) -> tuple[Lanes, dict[int, ProcessGroup]]:
+    ) -> tuple[Lanes, dict[int, ProcessGroup], dict[int, int]]:
+        """The new lanes and groups, and by new group the old one that it comes from."""
         lanes = job.lanes
         is_wide = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source < 0)
         crossing = np.isin(lanes.group_id, np.array(sorted(wide), dtype=np.uint64)) & (lanes.source >= 0)
@@ -161,7 +165,7 @@ class DataParallel:
             source=moved(lanes.source[old_lane]),
             destination=moved(lanes.destination[old_lane]), tag=lanes.tag[old_lane], num_members=num_members,
             num_events=num_events, first_event=first_event, first_seq=lanes.first_seq[old_lane],
-        ), groups  # fmt: skip
+        ), groups, {new: old for (old, _), new in group_of.items()}  # fmt: skip
 
 
 def _are_alike(job: SimJob, part: Int64Array, other: Int64Array) -> bool:
@@ -206,6 +210,24 @@ def _components(job: SimJob, wide: frozenset[int]) -> list[Int64Array]:
     for position in range(job.num_ranks):
         parts.setdefault(find(position), []).append(position)
     return [np.array(part, dtype=np.int64) for part in sorted(parts.values())]
+
+
+def _renumbered(metadata: Mapping[str, str], old_rank: Int64Array, old_group: Mapping[int, int]) -> dict[str, str]:
+    """Metadata by the new ranks and groups; coordinates are left out, as replicas have others."""
+    found: dict[str, str] = {}
+    numbered: dict[tuple[str, int], dict[str, str]] = {}
+    for key, value in metadata.items():
+        parts = key.split(".", 2)
+        if len(parts) == 3 and parts[0] in ("rank", "group") and parts[1].isdigit():
+            numbered.setdefault((parts[0], int(parts[1])), {})[parts[2]] = value
+        else:
+            found[key] = value
+    for what, pairs in (("rank", enumerate(old_rank.tolist())), ("group", old_group.items())):
+        for new, old in pairs:
+            for name, value in numbered.get((what, old), {}).items():
+                if name != "coordinates":
+                    found[f"{what}.{new}.{name}"] = value
+    return found
 
 
 def _chained(job: SimJob, lanes: Lanes) -> npt.NDArray[np.uint8]:

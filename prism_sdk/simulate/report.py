@@ -26,7 +26,7 @@ class Shares:
     """Where the time of some ranks goes, percent of the counted steps; the parts add up to 100.
 
     ``bubble``: waiting for a message whose sender has not sent. ``imbalance``: waiting for members of a collective that
-    have not arrived. ``exposed``: waiting while data moves. ``host``: gaps between units.
+    have not arrived. ``exposed``: waiting while data moves. ``host``: gaps between units and delays after waits.
     """
 
     name: str

@@ -77,11 +77,6 @@ class Scenario:
         return Scenario(cluster=self.cluster, transfers=self.transfers, link_sharing=self.link_sharing)
 
     @property
-    def is_structural(self) -> bool:
-        """Whether ranks or units differ from those of the trace."""
-        return bool(self.remove) or any(value is not None for value in (self.microbatches, self.schedule, self.dp))
-
-    @property
     def _moves_ranks(self) -> bool:
         """Whether ranks come to their messages at other times, one before the other, than in the trace."""
         return self._is_reordered or bool(self.slow or self.straggle or self.equal)

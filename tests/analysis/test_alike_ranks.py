@@ -10,8 +10,9 @@ from alike_jobs import AlikeJob
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.analysis import Analysis, analyze, load_job
+from prism_sdk.analysis import Analysis, analyze, layer_costs, load_job
 from prism_sdk.cli.output import json_ready
+from prismtrace import TraceReader
 
 
 def same(one: Analysis, other: Analysis) -> None:
@@ -45,6 +46,23 @@ def test_ranks_that_are_alike_give_what_all_ranks_give(
     found = analyze(by_roles, ranks=ranks, steps=steps)
     event(f"folded: {found.loaded.fold is not None}")
     same(found, analyze(each, ranks=ranks, steps=steps))
+
+
+@pytest.mark.parametrize("by", ["group_id", "peer", "microbatch", "stage", "kind"])
+def test_costs_by_a_column_are_those_of_each_rank(by: str, tmp_path: Path) -> None:
+    """Also where ranks that are alike have values of their own: their groups and partners."""
+    job = AlikeJob(np.random.default_rng(1), 8, 2, 2, True)
+    job.groups = {1: tuple(range(32)), **{200 + n: (2 * n, 2 * n + 1) for n in range(16)}}
+    job._play(["compute", "tp", "chain", "compute", "world"], num_steps=2)
+    by_roles = job.write(tmp_path / "roles.prism", by_roles=True)
+    folded, each = load_job(by_roles, folded=True), load_job(by_roles)
+    assert folded.fold is not None and each.fold is None
+    with TraceReader(by_roles) as reader:
+        found = layer_costs(reader, folded, column=by)
+        assert found == layer_costs(reader, each, column=by)
+    assert len({cost.layer for cost in found}) == {"group_id": 18, "peer": 33}.get(by, len(found)) > 1
+    with TraceReader(job.write(tmp_path / "plain.prism", by_roles=False)) as reader:
+        assert found == layer_costs(reader, load_job(reader), column=by)
 
 
 def test_one_rank_of_each_class_is_read(tmp_path: Path) -> None:

@@ -48,6 +48,35 @@ def test_layers_have_their_times_waits_and_bytes(tmp_path: Path) -> None:
     assert (none.forward_ns, none.backward_ns) == (30, 0)
 
 
+def test_shares_add_up_to_what_ranks_compute_and_wait(tmp_path: Path) -> None:
+    """Whatever ranks have a layer, and whether a rank has any: the shares are of all ranks."""
+    job = sharded_job()
+    for row in job.rows[0]:
+        row.pop("prism.layer", None)
+    analysis = analyze(job.write(tmp_path / "a.prism"), by="prism.layer")
+    costs = {cost.layer: cost for cost in analysis.costs_by}
+    assert {layer: cost.num_ranks for layer, cost in costs.items()} == {"a": 1, "b": 1, None: 2}
+    total = 2 * analysis.breakdown.mean_step_ns  # of both ranks
+    assert costs["b"].share == pytest.approx(500 / total) and costs["a"].share == pytest.approx(338 / total)
+    parts = analysis.breakdown.mean_parts_ns  # nothing overlaps here
+    held = parts["compute"] + parts["exposed_communication"] + parts["imbalance"] + parts["bubble"]
+    assert sum(cost.share for cost in costs.values()) == pytest.approx(2 * held / total)
+    assert analysis.to_dict()["by"]["costs"] == analysis.costs_by
+
+
+def test_shares_of_many_values_add_up_in_the_text_too(tmp_path: Path) -> None:
+    job = MadeJob(2)
+    for rank in range(2):
+        for number in range(20 if rank else 10):
+            job.compute(rank, 50 * number, 50 * number + 50, step=0, microbatch=number)
+        job.step(rank, 0, 0, 1000)
+    text = analyze(job.write(tmp_path / "a.prism"), by="microbatch").format_table()
+    lines = text[text.index("by microbatch") :].splitlines()[2:15]
+    shares = [line.split("%")[0].split()[-1] for line in lines]
+    assert lines[-1].strip().startswith("8 more")
+    assert sum(map(float, shares)) == pytest.approx(75, abs=0.1)  # rank 0 is idle half of the time
+
+
 def test_a_part_of_a_trace_and_traces_without_layers(tmp_path: Path) -> None:
     path = sharded_job(4).write(tmp_path / "a.prism")
     with TraceReader(path) as reader:

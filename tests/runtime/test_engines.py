@@ -151,6 +151,11 @@ def test_machines_that_die_lose_nothing_that_was_finished(
     capsys.readouterr()
     assert run(["sweep", *map(str, words)]) == 0
     assert json.loads(capsys.readouterr().out) == there
+    words = (calibrated, "--variant", "--slow rank=99:2", "--variant", "--no-gaps", "--json")
+    process = machines.start("sweep", *words)
+    out, said = process.communicate(timeout=100)
+    assert process.returncode == run(["sweep", *map(str, words)]) == 2, said
+    assert json.loads(capsys.readouterr().out) == json.loads(out)  # a variant that cannot be stops no other
     _interrupt_a_recording(machines, tmp_path, script, ran)
 
 

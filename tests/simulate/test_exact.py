@@ -33,9 +33,13 @@ def test_every_unit_is_where_the_slow_scheduler_has_it(seed: int) -> None:
 
 @pytest.mark.skipif(not compiling.has_compiler(), reason="numba is not installed")
 def test_compiled_and_plain_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [rows_of(_timeline(random_program(seed))) for seed in range(25)]
+    def found() -> list[Any]:
+        timelines = [_timeline(random_program(seed)) for seed in range(25)]
+        return [(rows_of(timeline), *(part.tolist() for part in timeline.totals())) for timeline in timelines]
+
+    plain = found()
     monkeypatch.setattr(compiling, "PLAIN_UNITS", 0)
-    assert [rows_of(_timeline(random_program(seed))) for seed in range(25)] == plain
+    assert found() == plain
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from prism_sdk.cli import sweeping
 from prism_sdk.cli.main import run
+from prism_sdk.cli.sweeping import VariantTask
 from prism_sdk.cli.whatif import expand_variants
+from prismtrace import GraphKind
+from tests.graph.jobs import random_program
 from tests.simulate.pipelines import pipeline
+from tests.simulate.reference import write
 
 
 def test_a_sweep_is_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,3 +44,41 @@ def test_a_sweep_goes_on_after_a_variant_that_cannot_be(tmp_path: Path, capsys: 
     variants = json.loads(capsys.readouterr().out)
     assert [sorted(one) for one in variants] == [["report", "variant"], ["report", "variant"],
                                                  ["error", "hint", "variant"]]  # fmt: skip
+
+
+class _Here:
+    """In place of a cluster: does the tasks one after the other, as machines that share the folder would."""
+
+    def __init__(self, address: str | None, *, num_slots: int) -> None:
+        assert num_slots == 1
+
+    def __enter__(self) -> _Here:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def run(self, tasks: Sequence[VariantTask], progress: Callable[[int], None]) -> None:
+        for done, task in enumerate(tasks):
+            progress(done)
+            there: VariantTask = pickle.loads(pickle.dumps(task))
+            there.run(pytest.fail)  # no rank runs
+            assert task.is_finished
+
+
+def test_an_engine_goes_on_as_well_and_says_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeping, "RayEngine", _Here)
+    path = pipeline(tmp_path / "job.prism")
+    words = ["sweep", str(path), "--variant", "wrong=--slow rank=99:2", "--variant", "--microbatches 8"]
+    for more in ([], ["--json"]):
+        assert run([*words, *more]) == 2
+        here = capsys.readouterr()
+        assert run([*words, *more, "--engine", "ray"]) == 2
+        assert capsys.readouterr() == here
+    bare = write(tmp_path / "bare.prism", random_program(1).rows, random_program(1).groups, kind=GraphKind.BARE)
+    for more in ([], ["--engine", "ray"]):  # without the job as it is there is nothing to compare with
+        assert run(["sweep", str(bare), "--variant", "--no-gaps", *more]) == 1
+        assert "calibrate it first" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.sweep"))

@@ -60,8 +60,7 @@ def command(
     if output is not None:
         facts = {f"simulate.{key}": repr(value) for key, value in changes.items() if value not in ((), None)}
         progress = None if quiet else Ticker(f"writing {output}", of="ranks")
-        keeps = not scenario.is_structural and chosen is None
-        write_timeline(timeline, output, metadata=facts, keep_columns=keeps, progress=progress)
+        write_timeline(timeline, output, metadata=facts, progress=progress)
     if as_json:
         echo_json({"report": report, "unchanged": before} if before is not None else {"report": report})
     else:

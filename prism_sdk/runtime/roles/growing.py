@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 
 from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UnsupportedError, UsageError
+from prism_sdk.graph.shares import shared_anew
 from prism_sdk.runtime.roles.layout import Families, Family, GroupFact
 from prism_sdk.runtime.roles.mapping import DIFFERING, Mapper
 from prismtrace import Op, ProcessGroup, TableKind, TraceReader, TraceWriter, add_alike
 from prismtrace.alike import alike_ranks
-from prismtrace.model import ABSENT32, COLUMNS, DType
+from prismtrace.model import ABSENT32, COLUMNS
 
 Int64Array = NDArray[np.int64]
 
@@ -334,16 +335,4 @@ def _rescale(units: Any, rows: Int64Array, counts: dict[str, Int64Array], *, bef
     op, given, got = units.op[rows], counts["num_elements_in"], counts["num_elements_out"]
     if (op == Op.ALL_TO_ALL).any():
         raise UnsupportedError("an all-to-all over data-parallel replicas, whose splits would be others")
-    floating = np.array([one for one in DType if one.name.startswith(("FLOAT", "BFLOAT", "COMPLEX"))])
-    is_shard = np.isin(units.dtype[rows], floating)
-    gathers, scatters = rows[(op == Op.ALL_GATHER) & is_shard], rows[op == Op.REDUCE_SCATTER]
-    given[gathers] = -(-got[gathers] // after)
-    got[gathers] = given[gathers] * after
-    got[scatters] = -(-given[scatters] // after)
-    given[scatters] = got[scatters] * after
-    whole = rows[(op == Op.ALL_GATHER) & ~is_shard]
-    got[whole] = given[whole] * after
-    roots = rows[op == Op.GATHER]
-    got[roots] = got[roots] // before * after
-    roots = rows[op == Op.SCATTER]
-    given[roots] = given[roots] // before * after
+    given[rows], got[rows] = shared_anew(op, units.dtype[rows], given[rows], got[rows], before=before, after=after)

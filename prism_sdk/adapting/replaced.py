@@ -113,7 +113,13 @@ class _Replacement:
             advice = f"let it call super().{key}"
         else:
             inside = innermost(self.value)
-            found = "the function that Prism has wrapped" if inside is self.wrapped.function else _name_of(inside)
+            found = _name_of(inside)
+            if inside is self.wrapped.function:
+                found = "the function that Prism has wrapped"
+            elif found == f"{hook.module}.{hook.attribute}":
+                code = getattr(inside, "__code__", None)
+                at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+                found = f"another function of this name{at}"
             where = "an attribute of the object" if self.place.is_of_object else "in its place"
             found = f"{found} is {where} now and does not call it"
             advice = "call the function that stood there before"
@@ -261,7 +267,7 @@ def _name_of(value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"a partial of {_name_of(value.func)}"
     if isinstance(value, FunctionType | BuiltinFunctionType | MethodType | staticmethod | classmethod):
-        return f"{value.__module__}.{value.__qualname__}"
+        return f"{value.__module__ or '(no module)'}.{value.__qualname__}"
     return f"an object of {type(value).__module__}.{type(value).__qualname__}"
 
 

@@ -144,7 +144,8 @@ def test_a_decorator_that_keeps_the_name_is_told_by_its_calls_too(run: Run, call
 
     run.module.step = decorated
     reasons = run.train(lambda: run.module.schedule(run.module.Layer()))
-    assert [f"{MODULE}.step is in its place now" in reason for reason in reasons] == [True] * (not calls)
+    found = f"another function of this name ({__file__}:"
+    assert [f"hook {MODULE}.step is left out: {found}" in reason for reason in reasons] == [True] * (not calls)
 
 
 def test_what_calls_ours_later_is_not_reported(run: Run) -> None:

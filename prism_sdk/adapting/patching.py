@@ -156,7 +156,7 @@ def _wrapped(
                 compiled()
             return function(*args, **kwargs)
         wrapped.num_entered += 1
-        if wrapped.num_entered == 1:
+        if not wrapped.has_met:
             wrapped.meet(args)
         frames = looking()
         token = None

@@ -24,21 +24,25 @@ _MOST_AT_A_PLACE = 4  # of one after the other
 class Wrapped:
     """A function that is wrapped for an adapter: where, and how often it was entered."""
 
-    __slots__ = ("beside", "first", "function", "hook", "is_compiled", "num_entered", "place", "standing", "wrapper")
+    __slots__ = (
+        "beside", "first", "function", "has_met", "hook", "is_compiled", "num_entered", "place", "standing", "wrapper",
+    )  # fmt: skip
 
     def __init__(self, hook: AdapterHook, place: Place) -> None:
         self.hook = hook
         self.place = place
         self.num_entered = 0
         self.beside: list[Wrapped] = [self]  # all of the same class or module
-        self.first: Callable[[], Any] = _nothing  # gives the first argument of the first call, as long as it lives
+        self.has_met = False
+        self.first: Callable[[], Any] = _nothing  # gives the first argument of a call, as long as it lives
         self.is_compiled = False  # somebody's graph has it, which is said already
         self.function: Any = None
         self.wrapper: Any = None
         self.standing: Any = MISSING  # what was found in the place
 
     def meet(self, arguments: tuple[Any, ...]) -> None:
-        """The first call begins."""
+        """A call begins, with an object to remember if it is that of a class."""
+        self.has_met = True
         if arguments and isinstance(self.place.owner, type):
             try:
                 self.first = weakref.ref(arguments[0])
@@ -246,7 +250,11 @@ def _places_before(group: Sequence[Wrapped]) -> list[Any]:
     if not isinstance(owner, type):
         return []
     found: list[Any] = [one for one in _subclasses(owner) if _package(str(one.__module__)) != framework]
-    met = next((one for one in (wrapped.first() for wrapped in group) if one is not None), None)
+    met = None
+    for wrapped in group:
+        one = wrapped.first()
+        wrapped.has_met = one is not None  # else it is that of the next call
+        met = one if met is None else met
     return [*found, met] if hasattr(met, "__dict__") else found
 
 

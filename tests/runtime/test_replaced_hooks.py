@@ -203,7 +203,10 @@ def test_another_class_in_the_place(run: Run, related: bool) -> None:
     assert "Layer.forward is left out" in reason
 
 
-def test_an_attribute_of_the_object(run: Run) -> None:
+@pytest.mark.parametrize("is_second", [False, True])
+def test_an_attribute_of_the_object(run: Run, is_second: bool) -> None:
+    if is_second:  # the one that was met first is gone
+        run.step(lambda: run.module.Layer().backward(1))
     layer = run.module.Layer()
     layer.backward(1)
     layer.forward = lambda x: x

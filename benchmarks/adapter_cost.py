@@ -18,6 +18,8 @@ from typing import Any
 from prism_sdk.abc import AdapterHook
 from prism_sdk.adapting import Around
 from prism_sdk.adapting.patching import _wrapped
+from prism_sdk.adapting.places import Place
+from prism_sdk.adapting.replaced import Wrapped
 from prism_sdk.runtime.adapters import Naming, TracerNamer
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import TraceWriter
@@ -43,6 +45,7 @@ def main() -> None:
         tracer = Tracer(0, writer)
         namer = TracerNamer(Naming(tracer), "cost")
         hook = AdapterHook("none", "none")
+        wrapped = Wrapped(hook, Place(None, "none"))
         state = types.SimpleNamespace(at=0)
 
         def function() -> None:
@@ -57,9 +60,9 @@ def main() -> None:
 
         bare = cost_ns(function)
         cases = {
-            "a hook that says nothing": _wrapped(function, Around(hook, before=lambda: None), namer),
-            "a part": _wrapped(function, Around(hook, before=part), namer),
-            "a pass of a microbatch": _wrapped(function, Around(hook, before=numbered), namer),
+            "a hook that says nothing": _wrapped(function, Around(hook, before=lambda: None), namer, wrapped),
+            "a part": _wrapped(function, Around(hook, before=part), namer, wrapped),
+            "a pass of a microbatch": _wrapped(function, Around(hook, before=numbered), namer, wrapped),
         }
         for name, call in cases.items():
             total = cost_ns(call, tracer._rows.clear) - bare

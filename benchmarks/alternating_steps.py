@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from prism_sdk.runtime import intercept
-from prism_sdk.runtime.adapters import activate_adapters
+from prism_sdk.runtime.activating import activate_adapters
 from prism_sdk.runtime.agent import Agent
 
 WARM_UP = 4  # blocks

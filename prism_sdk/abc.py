@@ -273,6 +273,14 @@ class UnitNamer(Protocol):
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Where this rank is in the job, such as ``{"pp": 1, "tp": 0}``."""
 
+    def watch(self, *, step_ends: Callable[[], None], group_begins: Callable[[], None]) -> None:
+        """Have these called at points of a run where time matters little, to look after what was wrapped.
+
+        Args:
+            step_ends: called where the optimizer of a step begins.
+            group_begins: called when a process group has been made.
+        """
+
     def option(self, name: str) -> str | None:
         """What the user asked of adapters, such as ``moe_skew``; asking says that this adapter does it."""
 

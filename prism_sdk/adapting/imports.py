@@ -1,10 +1,9 @@
-"""Calls back once a module has been imported, or at once if it has been already. It changes nothing about imports."""
+"""Calls back when modules have been loaded, also if they are loaded anew. It changes nothing about imports."""
 
 from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -41,21 +40,20 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """Finds nothing itself: it lets the other finders find, and puts a call behind the loader of the named modules."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[Callable[[], None]]] = {}
+        self._calls: dict[str, list[Callable[[], None]]] = {}
         self._busy: set[str] = set()
 
     def call(self, module: str, then: Callable[[], None]) -> None:
-        """Call `then` after `module` was imported; now if it is there."""
+        """Call `then` now if `module` is there, and each time it is loaded from now on."""
         if module in sys.modules and module not in self._busy:
             then()
-            return
-        if not self._waiting and self not in sys.meta_path:
+        if not self._calls and self not in sys.meta_path:
             sys.meta_path.insert(0, self)
-        self._waiting.setdefault(module, []).append(then)
+        self._calls.setdefault(module, []).append(then)
 
     def close(self) -> None:
-        """Forget everything that is still waited for."""
-        self._waiting.clear()
+        """Forget everything that is waited for."""
+        self._calls.clear()
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
@@ -63,19 +61,20 @@ class AfterImport(importlib.abc.MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Part of the protocol of finders."""
-        if fullname not in self._waiting or fullname in self._busy:
+        if fullname not in self._calls or fullname in self._busy:
             return None
         self._busy.add(fullname)
         try:
-            spec = importlib.util.find_spec(fullname)
+            others = [one for one in sys.meta_path if one is not self and hasattr(one, "find_spec")]
+            found = (one.find_spec(fullname, path, target) for one in others)
+            spec = next((one for one in found if one is not None), None)
         finally:
             self._busy.discard(fullname)
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return None
-        calls = self._waiting
 
         def then() -> None:
-            for call in calls.pop(fullname, ()):
+            for call in self._calls.get(fullname, ()):
                 call()
 
         spec.loader = _Loader(spec.loader, then)

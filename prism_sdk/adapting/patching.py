@@ -13,16 +13,16 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, UnitNamer
 from prism_sdk.adapting.compiling import Compiler
 from prism_sdk.adapting.imports import AfterImport
+from prism_sdk.adapting.places import MISSING, Place, around_function, copies_of, find_hook, modules_beside
+from prism_sdk.adapting.replaced import Replacements, Wrapped, look_like
 
-__all__ = ["Around", "PatchingAdapter", "find_hook", "version_in_bounds", "version_of"]
-
-_ITEM = re.compile(r"(?P<name>[^\[]+)\[(?P<key>[^\]]+)\]")
-_MISSING = object()
+__all__ = ["Around", "PatchingAdapter", "version_in_bounds", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,14 @@ class _Patches:
         self._distribution = distribution
         self._version: str | None = None
         self._namer = namer
-        self._applied: list[tuple[Any, Any, bool, Any, Any]] = []  # owner, key, is item, what was its own, ours
+        self._applied: list[tuple[Place, Any, Any]] = []  # what was the place's own, and ours
+        self._beside: list[ModuleType] | None = None  # other modules of the package that is at hand
+        self._replacements = Replacements(namer)
+        namer.watch(step_ends=self._replacements.step_ends, group_begins=self._replacements.look_at_places)
 
     def apply(self, ones: Sequence[Around]) -> None:
-        """Wrap what these say; never raises: it runs inside the framework's import."""
+        """Wrap what these say of one module; never raises: it runs inside the framework's import."""
+        self._beside = None
         for one in ones:
             try:
                 self._apply(one)
@@ -93,46 +97,43 @@ class _Patches:
             self._version = version_of(self._distribution)
         if not version_in_bounds(self._version, hook):
             return
-        found = find_hook(hook)
-        if found is None:
+        place = find_hook(hook)
+        if place is None:
             if hook.required:
                 self._namer.lower(
                     f"hook {hook.module}.{hook.attribute} is absent in {self._distribution} {self._version}"
                 )
             return
-        owner, key, is_item = found
-        own: Any
-        if is_item:
-            own = target = owner[key]
-        else:
-            own = vars(owner).get(key, _MISSING)
-            target = own if own is not _MISSING else getattr(owner, key)
-        kind = type(target) if isinstance(target, staticmethod | classmethod) else None
-        function = target.__func__ if kind is not None else target
-        ours: Any = _wrapped(function, one, self._namer)
-        if kind is not None:
-            ours = kind(ours)
-        if is_item:
-            owner[key] = ours
-        else:
-            setattr(owner, key, ours)
-        self._applied.append((owner, key, is_item, own, ours))
+        value = place.get()
+        if value is MISSING:  # as a module may have it that makes attributes when they are asked for
+            value = getattr(place.owner, place.key)
+        wrapped = Wrapped(hook, place)
+        self._put(place, around_function(value, lambda function: _wrapped(function, one, self._namer, wrapped)))
+        self._replacements.add(wrapped)
+        if isinstance(place.owner, ModuleType):
+            if self._beside is None:
+                self._beside = modules_beside(hook.module)
+            for copy in copies_of(value, self._beside):
+                self._put(copy, wrapped.wrapper)
+
+    def _put(self, place: Place, ours: Any) -> None:
+        self._applied.append((place, place.own(), ours))
+        place.put(ours)
 
     def restore(self) -> None:
         """Put back what is still ours; what somebody else has wrapped since stays, and does nothing."""
-        for owner, key, is_item, own, ours in reversed(self._applied):
-            if is_item:
-                if owner.get(key) is ours:
-                    owner[key] = own
-            elif vars(owner).get(key) is ours:
-                if own is _MISSING:
-                    delattr(owner, key)
-                else:
-                    setattr(owner, key, own)
-        self._applied.clear()
+        try:
+            self._replacements.close()
+        finally:
+            for place, own, ours in reversed(self._applied):
+                if place.own() is ours:
+                    place.put(own)
+            self._applied.clear()
 
 
-def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Callable[..., Any]:
+def _wrapped(
+    function: Callable[..., Any], one: Around, namer: UnitNamer, wrapped: Wrapped
+) -> Callable[..., Any]:  # fmt: skip
     """A new function object each time: dynamo refuses two names of torch that share one."""
     before, after, leave, is_compiled = one.before, one.after, namer.leave, one.is_compiled
     compiler = Compiler()
@@ -144,6 +145,7 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
         namer.lower(f"{one.hook.module}.{one.hook.attribute}: {type(error).__name__}: {error}")
 
     def compiled() -> None:
+        wrapped.is_compiled = True
         namer.lower(f"{one.hook.module}.{one.hook.attribute} is inside of what torch.compile compiled: not named there")
 
     compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]  # it is called while compiling, once
@@ -153,6 +155,9 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
             if is_compiled:
                 compiled()
             return function(*args, **kwargs)
+        wrapped.num_entered += 1
+        if not wrapped.has_met:
+            wrapped.meet(args)
         frames = looking()
         token = None
         if before is not None:
@@ -188,29 +193,10 @@ def _wrapped(function: Callable[..., Any], one: Around, namer: UnitNamer) -> Cal
                     look(frames)
         return result
 
-    for name in ("__module__", "__name__", "__qualname__", "__doc__", "__wrapped__"):
-        with contextlib.suppress(AttributeError, TypeError):
-            setattr(wrapper, name, function if name == "__wrapped__" else getattr(function, name))
+    look_like(wrapper, function)
     compiler.pass_by(wrapper)
+    wrapped.function, wrapped.wrapper = function, wrapper
     return wrapper
-
-
-def find_hook(hook: AdapterHook) -> tuple[Any, Any, bool] | None:
-    """Where a hook of a module that is loaded is: its owner, its key there, and whether the owner is a mapping."""
-    owner: Any = sys.modules.get(hook.module)
-    if owner is None:
-        return None
-    *owners, last = hook.attribute.split(".")
-    for part in owners:
-        owner = getattr(owner, part, None)
-    item = _ITEM.fullmatch(last)
-    if item is None:
-        return (owner, last, False) if hasattr(owner, last) else None
-    mapping = getattr(owner, item["name"], None) or {}
-    for key in mapping:
-        if key == item["key"] or getattr(key, "__name__", None) == item["key"]:
-            return mapping, key, True
-    return None
 
 
 def version_of(distribution: str) -> str:

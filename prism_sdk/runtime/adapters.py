@@ -1,17 +1,14 @@
 """Puts the names that framework adapters give onto the units of a trace.
 
-Responsible for activating adapters in a rank, for nesting their names and for saying in the trace how complete they
-are; what a framework's schedule looks like is the knowledge of its adapter.
+Responsible for nesting their names and for saying in the trace how complete they are; what a framework's schedule looks
+like is the knowledge of its adapter, and activating.py puts adapters to work.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from prism_sdk.abc import FrameworkAdapter
-from prism_sdk.adapting import PatchingAdapter
 from prism_sdk.runtime.names import FIELDS, Names, check_note, checked, checked_index, checked_text
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
@@ -43,9 +40,28 @@ class Naming:
         self.purposes: dict[str, str] = {}
         self.coordinates: dict[str, int] = {}
         self.later: dict[int, TracerNamer] = {}  # tokens that another call leaves, and who entered
+        self.namers: list[TracerNamer] = []
         self.is_open = True
+        self._ended_step = -1
         if tracer is not None:
-            tracer.at_optimizer = self.end_late
+            tracer.at_optimizer, tracer.at_group = self._optimizer_begins, self._group_begins
+
+    def _optimizer_begins(self) -> None:
+        self.end_late()
+        if self.tracer.step != self._ended_step:  # several optimizers may step in a row
+            self._ended_step = self.tracer.step
+            self._call(0)
+
+    def _group_begins(self) -> None:
+        self._call(1)
+
+    def _call(self, which: int) -> None:
+        for namer in self.namers if self.is_open else ():
+            for calls in namer.watching:
+                try:
+                    calls[which]()
+                except Exception as error:  # a plugin's fault must not reach the training
+                    namer.lower(f"watching its hooks: {type(error).__name__}: {error}")
 
     def end_late(self) -> None:
         """End stretches whose end has not come, although they are over."""
@@ -94,14 +110,16 @@ class Naming:
 class TracerNamer:
     """Where one adapter says what the rank is doing (implements prism_sdk.abc.UnitNamer)."""
 
-    __slots__ = ("_adapter", "_known", "_naming", "_stack", "_tracer")
+    __slots__ = ("_adapter", "_known", "_naming", "_stack", "_tracer", "watching")
 
     def __init__(self, naming: Naming, adapter: str) -> None:
         self._adapter = adapter
+        self.watching: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self.bind(naming)
 
     def bind(self, naming: Naming) -> None:
         """From now on what it is told are the names of this rank."""
+        naming.namers.append(self)
         self._naming, self._tracer, self._stack = naming, naming.tracer, naming.stack
         self._known: dict[tuple[Any, ...], tuple[int, Names | None]] = {}  # what was said where -> phase, names
 
@@ -292,6 +310,10 @@ class TracerNamer:
             except (TypeError, ValueError) as error:
                 self.lower(f"coordinates: {error}")
 
+    def watch(self, *, step_ends: Callable[[], None], group_begins: Callable[[], None]) -> None:
+        """Calls at points of a run where time matters little."""
+        self.watching.append((step_ends, group_begins))
+
     def option(self, name: str) -> str | None:
         """What the user asked of adapters."""
         self._naming.taken.add(name)
@@ -305,95 +327,3 @@ class TracerNamer:
             said = said[: _MOST_REASON - 3] + "..."
         if said not in reasons and len(reasons) <= _MOST_REASONS:
             reasons.append(said if len(reasons) < _MOST_REASONS else "and more")
-
-
-_loaded: Mapping[str, FrameworkAdapter] | None = None  # by the fork server, for all ranks
-
-
-def load_adapters(plugins: Sequence[str] = ()) -> Mapping[str, FrameworkAdapter]:
-    """All adapters, also of the plugins named; those of installed ones are there in forked processes too."""
-    global _loaded
-    from prism_sdk.plugins import PluginManager
-
-    if plugins:
-        return PluginManager(named=plugins, only=("adapter",)).adapters()
-    if _loaded is None:
-        _loaded = PluginManager(only=("adapter",)).adapters()
-    return _loaded
-
-
-def activate_adapters(
-    names: Sequence[str], plugins: Sequence[str], tracer: Tracer, until: contextlib.ExitStack,
-    options: Mapping[str, str] | None = None,
-) -> Naming:  # fmt: skip
-    """Activate the adapters called `names` until `until` closes. One that fails is reported and left out."""
-    naming = Naming(tracer, options)
-    release_adapters(() if plugins else names)
-    if not names:
-        return naming
-    until.callback(naming.close)  # wrappers may outlive the activation: torch has kept some as bound methods
-    for name in names:
-        if name in _prepared:
-            prepared = _prepared.pop(name)
-            until.enter_context(prepared.until)
-            naming.lowered.update(prepared.naming.lowered)
-            prepared.namer.bind(naming)
-            continue
-        try:
-            until.enter_context(load_adapters(plugins)[name].activate(TracerNamer(naming, name)))
-        except KeyError:
-            naming.lowered[name] = ["not installed"]
-        except Exception as error:  # a plugin's fault must not reach the training
-            naming.lowered[name] = [f"left out: {type(error).__name__}: {error}"]
-    return naming
-
-
-class _Prepared:
-    """An adapter whose wrappers are in place before there is a rank."""
-
-    def __init__(self, name: str) -> None:
-        no_tracer: Any = None
-        self.naming = Naming(no_tracer)
-        self.naming.close()
-        self.namer = TracerNamer(self.naming, name)
-        self.until = contextlib.ExitStack()
-
-    @property
-    def has_asked(self) -> bool:
-        """Whether the adapter wanted to know or to say something that only a rank can answer or keep."""
-        naming = self.naming
-        return bool(naming.taken or naming.purposes or naming.coordinates)
-
-
-_prepared: dict[str, _Prepared] = {}  # by the fork server; a rank takes them over
-
-
-def adapters_before_fork(names: Sequence[str]) -> list[str]:
-    """Those that are nothing but a table of wrappers: what others do when they are activated may not survive a fork."""
-    adapters = load_adapters()
-    return [
-        name for name in names if name in adapters and type(adapters[name]).activate is PatchingAdapter.activate
-    ]  # fmt: skip
-
-
-def prepare_adapters(names: Sequence[str]) -> None:
-    """Put wrappers in place before ranks are forked, which then share the pages that this writes.
-
-    Adapters that want something of their rank at once, and those that fail, are left to the ranks.
-    """
-    for name in names:
-        prepared = _Prepared(name)
-        try:
-            prepared.until.enter_context(load_adapters()[name].activate(prepared.namer))
-        except Exception:  # the rank meets it again, and says so
-            continue
-        if prepared.has_asked:
-            prepared.until.close()
-        else:
-            _prepared[name] = prepared
-
-
-def release_adapters(spared: Sequence[str] = ()) -> None:
-    """Put back what the wrappers of prepared adapters have replaced, without those of `spared`."""
-    for name in [name for name in _prepared if name not in spared]:
-        _prepared.pop(name).until.close()

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from prism_sdk.errors import OutputError, PrismError
 from prism_sdk.runtime import wire
-from prism_sdk.runtime.adapters import Naming, activate_adapters
+from prism_sdk.runtime.activating import activate_adapters
+from prism_sdk.runtime.adapters import Naming
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.ending import KILLED, Once, end_on_sigterm
 from prism_sdk.runtime.fidelity import report_lowered

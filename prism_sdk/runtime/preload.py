@@ -81,7 +81,7 @@ def prepare(adapters: Sequence[str] = ()) -> None:
         if importlib.util.find_spec(name) is not None:  # some are private to a version of torch
             importlib.import_module(name)
     from prism_sdk.runtime import intercept
-    from prism_sdk.runtime.adapters import adapters_before_fork, prepare_adapters
+    from prism_sdk.runtime.activating import adapters_before_fork, prepare_adapters
 
     adapters = adapters_before_fork(adapters)
     _forget_lookups()
@@ -112,7 +112,7 @@ def reseed() -> None:
 
 def undo() -> None:
     """Take the wrappers out again, before the interpreter takes itself apart around them."""
-    from prism_sdk.runtime.adapters import release_adapters
+    from prism_sdk.runtime.activating import release_adapters
 
     release_adapters()
 
@@ -164,7 +164,7 @@ def _compute() -> None:
 
 def _trace(adapters: Sequence[str]) -> None:
     """Write a few steps as a rank's trace, with the adapters at work."""
-    from prism_sdk.runtime.adapters import activate_adapters
+    from prism_sdk.runtime.activating import activate_adapters
     from prism_sdk.runtime.tracer import Tracer, open_shard
 
     with tempfile.TemporaryDirectory() as folder:

@@ -68,6 +68,7 @@ class Tracer:
         self.named_phase = int(Phase.OTHER)  # of the innermost stretch that said one: torch's own phases end there
         self.queued: list[tuple[int, Names | None]] | None = None  # for the next communications, last one first
         self.at_optimizer: Callable[[], None] = lambda: None
+        self.at_group: Callable[[], None] = lambda: None
         self._within: tuple[Names | None] | None = None  # around an optimizer that steps in a backward pass
         self.parts_of_groups: dict[tuple[str, int], Names] = {}
         self.groups: dict[int, ProcessGroup] = {}
@@ -131,7 +132,8 @@ class Tracer:
             unit = self._flushed + len(rows)
             rows.append(row)
             if self.queued:
-                self._take_queued(row)
+                named_phase, row[NAMES] = self.queued.pop()
+                row[PHASE] = named_phase or phase
             elif self.parts_of_groups:
                 part = self.parts_of_groups.get((group.name, phase))
                 if part is not None and (names is None or names.part in PASSES):
@@ -273,12 +275,6 @@ class Tracer:
         """Ask all callables among the notes now; `failed` of each that cannot be written is told."""
         self._notes.settle()
 
-    def _take_queued(self, row: list[Any]) -> None:
-        assert self.queued
-        phase, row[NAMES] = self.queued.pop()
-        if phase:
-            row[PHASE] = phase
-
     def _enter(self, phase: int) -> None:
         before = len(self._rows)
         self.compute_until(self.now())
@@ -322,6 +318,7 @@ class Tracer:
     def add_group(self, group: ProcessGroup) -> None:
         self.groups[group.group_id] = group
         self.writer.add_group(group)
+        self.at_group()
 
     def flush(self, *, everything: bool = True, open_unit: int | None = None) -> None:
         """Write rows out: all, or those before the current step (and before `open_unit`, still to be amended)."""

@@ -19,7 +19,8 @@ import pytest
 
 import prismtrace
 from prism_sdk.abc import AdapterHook, CalibrationResult, CalibrationStrategy, FrameworkAdapter, ReplayBackend
-from prism_sdk.adapting.patching import find_hook, version_in_bounds, version_of
+from prism_sdk.adapting.patching import PatchingAdapter, version_in_bounds, version_of
+from prism_sdk.adapting.places import MISSING, around_function, find_hook
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
 
 __all__ = ["CalibrationStrategyContract", "FrameworkAdapterContract", "NullNamer", "ReplayBackendContract"]
@@ -128,6 +129,7 @@ class NullNamer:
     def __init__(self) -> None:
         self.reasons: list[str] = []
         """Why names are not complete."""
+        self._at_step_ends: list[Callable[[], None]] = []
 
     def enter(
         self,
@@ -183,6 +185,15 @@ class NullNamer:
     def coordinates(self, coordinates: Mapping[str, int]) -> None:
         """Nothing."""
 
+    def watch(self, *, step_ends: Callable[[], None], group_begins: Callable[[], None]) -> None:
+        """Keep what `end_step` calls."""
+        self._at_step_ends.append(step_ends)
+
+    def end_step(self) -> None:
+        """Call what an adapter wants to be called where a step ends."""
+        for call in self._at_step_ends:
+            call()
+
     def option(self, name: str) -> str | None:
         """None."""
         return None
@@ -221,6 +232,19 @@ class FrameworkAdapterContract:
         assert any(changed), "it wrapped nothing"
         assert all(one is other for one, other in zip(before, after, strict=True))
         assert not namer.reasons
+        with contextlib.suppress(_ProgramError), adapter.activate(namer):
+            raise _ProgramError
+        after = [_find(hook) for hook in hooks]
+        assert all(one is other for one, other in zip(before, after, strict=True)), "a program that fails leaves hooks"
+
+    def test_a_hook_that_is_replaced_is_reported(self) -> None:
+        """Names are lost where another function stands in the place of a wrapped one: the fidelity must say so."""
+        adapter = self.make_adapter()
+        if not isinstance(adapter, PatchingAdapter):
+            pytest.skip("an adapter that wraps by itself has to find this out by itself")
+        for hook in adapter.hooks():
+            if self._is_expected(hook) and _exists(hook):
+                _check_replacing(adapter, hook)
 
     def test_it_imports_no_framework_by_itself(self) -> None:
         """Hooks are declared, and wrapped only once the program has imported their modules."""
@@ -249,6 +273,30 @@ class FrameworkAdapterContract:
         return version_in_bounds(version_of(distribution), hook)
 
 
+def _check_replacing(adapter: FrameworkAdapter, hook: AdapterHook) -> None:
+    """Put another function in the place of a hook, if the adapter wraps it, and call it in a step."""
+    place = find_hook(hook)
+    assert place is not None
+    own, before, namer = place.own(), place.get(), NullNamer()
+    with adapter.activate(namer):
+        ours = place.get()
+        if ours is before:
+            return
+        place.put(around_function(ours, lambda _: lambda *_, **__: None))
+        namer.end_step()
+        assert not namer.reasons, f"{hook.attribute} is said to be replaced by what nobody has called"
+        other = place.get()
+        getattr(other, "__func__", other)()
+        namer.end_step()
+        namer.end_step()
+    place.put(own)
+    assert len(namer.reasons) == 1 and hook.attribute in namer.reasons[0], f"{hook.attribute}: {namer.reasons}"
+
+
+class _ProgramError(Exception):
+    """Ends a program in the middle."""
+
+
 def _exists(hook: AdapterHook) -> bool:
     try:
         _find(hook)
@@ -262,7 +310,5 @@ def _find(hook: AdapterHook) -> Any:
     found = find_hook(hook)
     if found is None:
         raise AttributeError(f"{hook.module} has no {hook.attribute}")
-    owner, key, is_item = found
-    if is_item:
-        return owner[key]
-    return vars(owner)[key] if key in vars(owner) else getattr(owner, key)
+    value = found.get()
+    return getattr(found.owner, found.key) if value is MISSING else value

@@ -222,3 +222,24 @@ def test_a_compiler_that_looks_at_a_backward_pass_is_no_backward_pass() -> None:
 
     make_fx(gradient)(torch.ones(2))
     assert seen == [True] and not _is_traced()
+
+
+def test_hooks_are_looked_after_where_a_step_ends_and_a_group_begins(rank: Rank) -> None:
+    seen: list[str] = []
+
+    def looked() -> None:
+        seen.append("group")
+        raise ValueError("no")
+
+    rank.namer.watch(step_ends=lambda: seen.append("step"), group_begins=looked)
+    rank.tracer.add_group(ProcessGroup(78, "tp_group", "mesh_tp", "gloo", (0, 1)))
+    for _ in range(2):
+        rank.tracer.backward_begins([])
+        rank.tracer.backward_ends()
+        for _ in range(2):  # several optimizers are one step
+            rank.tracer.optimizer_begins()
+            rank.tracer.optimizer_ends()
+    rank.naming.close()
+    rank.tracer.add_group(ProcessGroup(79, "pp_group", "mesh_pp", "gloo", (0, 1)))
+    assert seen == ["group", "step", "step"]
+    assert rank.naming.lowered == {"one": ["watching its hooks: ValueError: no"]}

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, UnitNamer
 from prism_sdk.adapting import Around, PatchingAdapter
-from prism_sdk.runtime import adapters as subject
+from prism_sdk.runtime import activating as subject
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import GraphKind, TraceWriter
 

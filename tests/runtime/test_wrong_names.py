@@ -14,6 +14,8 @@ pytest.importorskip("torch")
 from prism_sdk.abc import AdapterHook
 from prism_sdk.adapting import Around
 from prism_sdk.adapting.patching import _wrapped
+from prism_sdk.adapting.places import Place
+from prism_sdk.adapting.replaced import Wrapped
 from prism_sdk.runtime.adapters import Naming, TracerNamer
 from prism_sdk.runtime.fidelity import report_lowered
 from prism_sdk.runtime.tracer import Tracer
@@ -133,7 +135,8 @@ def test_a_token_that_is_none_does_not_reach_the_training(tmp_path: Path) -> Non
             namer.enter(microbatch=1)
             return "token"
 
-        wrapped = _wrapped(lambda: 5, Around(AdapterHook("module", "function"), before=before), namer)
+        hook = AdapterHook("module", "function")
+        wrapped = _wrapped(lambda: 5, Around(hook, before=before), namer, Wrapped(hook, Place(None, "function")))
         results.extend([wrapped(), wrapped()])
 
     _, _, facts = traced(tmp_path / "out.prism", say)

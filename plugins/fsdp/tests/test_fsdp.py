@@ -138,6 +138,29 @@ def test_every_step_counts_microbatches_anew(job: Job, kind: str) -> None:
         assert all(unit.microbatch is None for unit in units if unit.phase == "optimizer")
 
 
+REPLACING = """
+import runpy, sys
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup as Group
+
+own, ours = Group.post_backward.__wrapped__, Group.post_backward
+Group.post_backward = (lambda *args: ours(*args)) if "wrapper" in sys.argv else (lambda *args: own(*args))
+sys.argv = [sys.argv[1], "fsdp2"]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("what", ["wrapper", "replacement"])
+def test_a_hook_that_the_program_replaces_is_reported(tmp_path: Path, what: str) -> None:
+    script = tmp_path / "replacing.py"
+    script.write_text(REPLACING)
+    launches = Launches(tmp_path, plugin="prismtrace_fsdp")
+    done = launches.record(script, [str(JOB), what], num_ranks=2)
+    is_lost = what == "replacement"
+    with prismtrace.TraceReader(done.trace) as reader:
+        assert [reader.metadata[f"rank.{rank}.fidelity"] for rank in range(2)] == ["reduced" if is_lost else "full"] * 2
+    assert ("FSDPParamGroup.post_backward is left out: __main__.<lambda> is in its place" in done.err) is is_lost
+
+
 def reference() -> list[float]:
     """The losses of the job's model on one process: the mean gradient over the streams of data, without Prism."""
     import torch

@@ -125,7 +125,7 @@ def alone(library_path: str, disk: str) -> None:
 
 
 def shared(library_path: str, pool_fd: int, rank: int, size: int) -> None:
-    """A rank that is told on stdin to leave, to return (what it finds is checked, and changed) or to touch its blocks."""
+    """A rank that is told on stdin to leave, to return (what it finds is checked, and changed), to touch its blocks."""
     import json
 
     from prism_sdk.runtime.oncuda.paging import library

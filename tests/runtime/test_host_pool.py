@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -197,6 +198,56 @@ def test_blocks_of_a_rank_that_dies_are_there_for_others(driver: Path, tmp_path:
         ranks[1].come()
         ranks[2].come()
         assert not any(map(ranks[0].pool.bytes_of, range(3)))
+
+
+@needs_compiler
+def test_nothing_of_the_memory_is_left_after_the_launcher_was_killed(driver: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [
+        sys.executable,
+        "-m",
+        "prism_sdk.cli.main",
+        "record",
+        "-o",
+        tmp_path / "o.prism",
+        "--nproc-per-node",
+        "4",
+    ]
+    options = ["--slots", "1", "--device-memory", "100MiB", "--parked-memory", "200MiB"]
+    launcher = subprocess.Popen(
+        [*command, *options, "--", HERE / "pages_job.py", "job", "4", "100000"], stderr=subprocess.DEVNULL,
+        env=environment(driver, tmp_path, device_bytes=100 * MIB),
+    )  # fmt: skip
+    try:
+        held: set[int] = set()
+        until = time.monotonic() + 60
+        while len(held) < 3:  # the launcher, the fork server, a rank
+            assert time.monotonic() < until and launcher.poll() is None
+            time.sleep(0.1)
+            inodes = inodes_of_pools(launcher.pid)
+            held = {pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if inodes & inodes_of_pools(pid)}
+        launcher.kill()
+        launcher.wait()
+        while any(inodes & inodes_of_pools(pid) for pid in held):
+            assert time.monotonic() < until
+            time.sleep(0.1)
+    finally:
+        launcher.kill()
+        launcher.wait()
+
+
+def inodes_of_pools(pid: int) -> set[int]:
+    """Of those that the process has open or mapped."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            if "prism-pool" in line:
+                found.add(int(line.split()[4]))
+    with contextlib.suppress(OSError):
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            if "prism-pool" in os.readlink(path):
+                found.add(path.stat().st_ino)
+    return found
 
 
 @needs_compiler

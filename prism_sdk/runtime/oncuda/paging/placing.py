@@ -24,12 +24,11 @@ def find_place(tenant: Tenant, tenants: Iterable[Tenant], *, pool: HostPool, roo
         room_in_host: how many bytes the pool may grow.
     """
     tenants = list(tenants)
-    while pool.fresh_bytes(tenant.rank, tenant.num_bytes) > room_in_host():
+    while fresh_bytes := pool.fresh_bytes(tenant.rank, tenant.num_bytes):  # slow: rather what others have ahead
         if not _take_back(pool, tenants, spared=tenant):
             break
-    else:
-        if pool.take(tenant.rank, tenant.num_bytes):
-            return True
+    if fresh_bytes <= room_in_host() and pool.take(tenant.rank, tenant.num_bytes):
+        return True
     pool.free(tenant.rank)
     return False
 

@@ -190,6 +190,20 @@ def test_after_the_first_round_the_system_hands_out_nothing(driver: Path, tmp_pa
 
 
 @needs_compiler
+def test_a_rank_that_touches_blocks_ahead_changes_nothing_in_them(driver: Path, tmp_path: Path) -> None:
+    with processes(driver, tmp_path, 20 * MIB, pool_bytes=20 * MIB) as (rank,):
+        pool = rank.pool
+        assert pool.take(0, 20 * MIB)
+        pool._map[pool._data_offset :] = b"x" * (20 * MIB)  # as if another rank had been given them, and filled them
+        rank.tell("prepare")
+        until = time.monotonic() + 20
+        while pool.promised_bytes:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert pool._map[pool._data_offset :] == b"x" * (20 * MIB)
+
+
+@needs_compiler
 def test_blocks_of_a_rank_that_dies_are_there_for_others(driver: Path, tmp_path: Path) -> None:
     with processes(driver, tmp_path, *[20 * MIB] * 3, pool_bytes=40 * MIB) as ranks:
         assert ranks[0].leave() == ranks[1].leave() == 20 * MIB and ranks[2].leave() is None

@@ -27,7 +27,7 @@ def find_place(tenant: Tenant, tenants: Iterable[Tenant], *, pool: HostPool, roo
     while fresh_bytes := pool.fresh_bytes(tenant.rank, tenant.num_bytes):  # slow: rather what others have ahead
         if not _take_back(pool, tenants, spared=tenant):
             break
-    if fresh_bytes <= room_in_host() and pool.take(tenant.rank, tenant.num_bytes):
+    if fresh_bytes <= max(0, room_in_host()) and pool.take(tenant.rank, tenant.num_bytes):
         return True
     pool.free(tenant.rank)
     return False

@@ -110,10 +110,11 @@ class Machine:
             status, size, fresh = 0, 0, 0
             if kind == OUT:
                 size = self.held[rank]
-                if size:
-                    if self.pager._tenants[rank].goes_to == IN_HOST_MEMORY:
-                        assert self.pool.bytes_of(rank) >= size
-                        fresh = self.touch(rank)
+                is_to_host = self.pager._tenants[rank].goes_to == IN_HOST_MEMORY
+                if is_to_host and self.pool.bytes_of(rank) < size:
+                    status = 2
+                elif size:
+                    fresh = self.touch(rank) if is_to_host else 0
                     self.held[rank], self.away[rank] = 0, size
                     self.moves.append(("out", rank))
             elif self.away[rank] > self.free:
@@ -256,6 +257,16 @@ def test_a_rank_whose_threads_may_compute_is_left_alone() -> None:
     machine.pager.parked(0)
     machine.start(1)
     assert not machine.allocate(1, 60) and machine.moves == []
+
+
+def test_a_rank_that_has_more_than_it_said_leaves_with_all_of_it() -> None:
+    machine = Machine(100)
+    for rank in (0, 1):
+        machine.start(rank)
+    assert machine.allocate(0, 60)
+    machine.park(0)
+    machine.pager.holds(0, 0, 20)
+    assert machine.allocate(1, 60) and machine.moves == [("out", 0)] and machine.pager.out_bytes[1] == 60
 
 
 def test_a_move_that_breaks_ends_the_launch_and_names_the_rank() -> None:

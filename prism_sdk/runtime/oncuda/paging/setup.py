@@ -71,7 +71,7 @@ def plan_paging(
     if others == {}:
         report("--device-memory: what NCCL takes of it is not in the graph; allow for it in the size, or calibrate "
                "with -O transfers=FILE of an observed run")  # fmt: skip
-    pool = HostPool(_pool_bytes(config)) if can_move else HostPool()
+    pool = HostPool(_pool_bytes(config) if can_move else 0)
     spec = PagingSpec(
         limit, moves=can_move, pool_fd=pool.fd, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0,
         others_bytes=others, disk=None if disk is None else disk.absolute(),

@@ -84,6 +84,8 @@ class Tally:
     num_suspended: int = 0
     fresh_bytes: int = 0  # host memory that the system handed out for moves, in them
     ahead_bytes: int = 0  # and before them
+    reused_bytes: int = 0  # what went out into memory that was all there
+    reused_ns: int = 0
 
     def add(self, way: str, message: Message) -> None:
         """One more move, `out` or `back`."""
@@ -92,6 +94,9 @@ class Tally:
         self.total_ns[way] += message.total_ns
         self.copy_ns[way] += message.copy_ns
         self.fresh_bytes += message.fresh_bytes
+        if way == "out" and not message.fresh_bytes:
+            self.reused_bytes += message.num_bytes
+            self.reused_ns += message.total_ns
 
     def __str__(self) -> str:
         """`out 84.0 GB in 7 moves at 40.1 GB/s, back ...`; empty where nothing was moved."""
@@ -105,6 +110,9 @@ class Tally:
         if fresh_bytes := self.fresh_bytes + self.ahead_bytes:
             ahead = f", {self.ahead_bytes / 1e9:.1f} GB of it ahead" if self.ahead_bytes else ""
             parts.append(f"{fresh_bytes / 1e9:.1f} GB of host memory taken{ahead}")
+        if self.reused_bytes:
+            speed = self.reused_bytes / max(self.reused_ns, 1)
+            parts.append(f"out into what was taken {self.reused_bytes / 1e9:.1f} GB at {speed:.1f} GB/s")
         if self.num_suspended:
             parts.append(f"whole processes {self.num_suspended} times")
         return ", ".join(parts)

@@ -27,6 +27,7 @@ import torch
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
 _GIB = 1 << 30
 AHEAD_GIB = 8
+_AHEAD = "taken ahead by 2 threads"
 
 
 def versions() -> str:
@@ -36,9 +37,10 @@ def versions() -> str:
     cuda.cuDriverGetVersion(ctypes.byref(version))
     nccl = ctypes.c_int()
     ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(nccl))
-    huge = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
+    kernel, huge = os.uname().release, Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().strip()
     return (f"torch {torch.__version__}, driver API {version.value}, NCCL {nccl.value}, {torch.cuda.device_count()} "
-            f"GPUs, {os.cpu_count()} CPUs, huge pages {huge}, NVLS {os.environ.get('NCCL_NVLS_ENABLE')}")  # fmt: skip
+            f"GPUs, {os.cpu_count()} CPUs, Linux {kernel}, huge pages {huge}, "
+            f"NVLS {os.environ.get('NCCL_NVLS_ENABLE')}")  # fmt: skip
 
 
 def streams() -> str:
@@ -245,46 +247,55 @@ def pinning() -> str:
 
 
 def ahead() -> str:
-    """How fast device memory leaves for fresh host memory, for host memory taken ahead, and for memory used before."""
-    code = "import benchmarks.gpu_probes as p; p.leave()"
+    """How fast device memory leaves for fresh host memory, for what was used before, by others, or taken ahead."""
     root = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
     from prism_sdk.runtime.oncuda.paging.build import compiled_library
+    from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 
-    command = [sys.executable, "-c", "import sys; from prism_sdk.runtime.oncuda.paging import library; "
-               f"library.preload(sys.argv[1]); {code}", str(compiled_library())]  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
-    return done.stdout.strip()
+    code = ("import sys; from prism_sdk.runtime.oncuda.paging import library; library.preload(sys.argv[1]); "
+            "import benchmarks.gpu_probes as p; p.leave(*map(int, sys.argv[2:4]), *sys.argv[4:])")  # fmt: skip
+    size, said = AHEAD_GIB * _GIB + (64 << 20), []
+    pool = HostPool(size)
+    for rank, moves in enumerate((("fresh", "used before"), ("used by another process",), (_AHEAD,))):
+        pool.free(rank - 1)
+        if moves == (_AHEAD,):
+            pool.shrink(size)
+        pool.take(rank, size)
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(compiled_library()), str(pool.fd), str(rank), *moves], env=environment,
+            capture_output=True, text=True, timeout=60, pass_fds=[pool.fd],
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(done.stdout + done.stderr[-2000:])
+        said.append(done.stdout.strip())
+    return f"out at GB/s: {', '.join(said)}"
 
 
-def leave() -> None:
-    """The process of `ahead`, which has loaded the library before torch."""
+def leave(pool_fd: int, rank: int, *moves: str) -> None:
+    """A process of `ahead`, which has loaded the library before torch."""
     from prism_sdk.runtime.oncuda.paging.library import Pages
 
-    pages = Pages()
+    pages = Pages(pool_fd=pool_fd, rank=rank)
     kept = [torch.full((_GIB,), i, dtype=torch.uint8, device="cuda") for i in range(AHEAD_GIB)]
     torch.cuda.synchronize()
     said = []
-    for num_threads in (0, 1, 2, 4):
-        if num_threads:
-            pages.drop()
+    for what in moves:
+        if what == _AHEAD:
             began = time.perf_counter()
-            pages.prepare(len(kept) * _GIB, num_threads=num_threads)
+            pages.prepare()
             while pages.ready_bytes() < len(kept) * _GIB and time.perf_counter() - began < 20:
                 time.sleep(0.005)
             took = time.perf_counter() - began
-        for what in ("fresh", "used before") if not num_threads else (f"taken by {num_threads} threads",):
-            moved = pages.move_out()
-            said.append(f"{what} {moved.num_bytes / max(moved.total_ns, 1):.1f}")
-            if num_threads:
-                said[-1] += f" (taking {pages.ready_bytes() / took / 1e9:.1f})"
-            moved_in = pages.move_in()
-            if moved.status or moved_in.status:
-                raise RuntimeError(f"{what}: {moved.status} {moved.code} {moved_in.status} {moved_in.code}")
+        moved = pages.move_out()
+        said.append(f"{what} {moved.num_bytes / max(moved.total_ns, 1):.1f} ({moved.fresh_bytes / _GIB:.1f} GiB fresh)")
+        if what == _AHEAD:
+            said[-1] += f" (taking {pages.ready_bytes() / took / 1e9:.1f})"
+        moved_in = pages.move_in()
+        if moved.status or moved_in.status:
+            raise RuntimeError(f"{what}: {moved.status} {moved.code} {moved_in.status} {moved_in.code}")
     right = all(int(one[0]) == int(one[-1]) == i for i, one in enumerate(kept))
-    print(f"out at GB/s: {', '.join(said)}; values {'right' if right else 'WRONG'}", flush=True)
+    print(f"{', '.join(said)}; values {'right' if right else 'WRONG'}", flush=True)
     os._exit(0 if right else 1)
 
 

@@ -168,7 +168,7 @@ def run_job(
         error: PrismError | None = None
         host = policy.make_host(
             specs, token=token, policy=policy, environment=environment, report=report, interrupts=interrupts,
-            descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd) if fd >= 0)],
+            descriptors=[*descriptors, *(fd for fd in (arena_fd, board_fd, paging.moves.pool.fd) if fd >= 0)],
             library=paging.library,
         )  # fmt: skip
         try:
@@ -181,6 +181,7 @@ def run_job(
             for fd in (arena_fd, board_fd):
                 if fd >= 0:
                     os.close(fd)
+            paging.moves.pool.close()
         report_lowered([process.summary for process in host.ranks.values()])
         closing = {"job.status": "complete" if error is None else "aborted", "job.error": str(error or "")}
         for process in host.ranks.values():

@@ -43,6 +43,7 @@ class PagingSpec:
     others_bytes: Mapping[int, int] | None = None
     """By rank what a real run has on the device beside the program's allocations; absent: what is there counts."""
     reserve_bytes: int = 0
+    pool_fd: int = -1  # of the host memory that ranks move to
     disk: Path | None = None
     has_library: bool = True  # else there is no compiler: torch keeps the limit
 

@@ -58,11 +58,13 @@ def alone(library_path: str, disk: str) -> None:
     from pathlib import Path
 
     from prism_sdk.runtime.oncuda.paging import library
+    from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 
     library.preload(library_path)
     functions = runtime()
+    pool = HostPool(70 * MIB)
     before = allocate(functions, 3 * MIB)  # nobody serves yet
-    pages = library.Pages(disk=Path(disk), limit_bytes=200 * MIB, num_workers=3)
+    pages = library.Pages(pool_fd=pool.fd, rank=4, disk=Path(disk), limit_bytes=200 * MIB, num_workers=3)
     functions.cudaFree(ctypes.c_void_p(before))
     sizes = [2 * MIB, 20 * MIB, 6 * MIB, 512, 30 * MIB, 3_000_000]
     kept = []
@@ -80,17 +82,20 @@ def alone(library_path: str, disk: str) -> None:
     assert functions.cudaGetDeviceProperties(properties, 0) == 0 and properties[36] == 200 * MIB
     assert allocate(functions, 160 * MIB) is None and pages.stats().refused_bytes == 160 * MIB
     in_use = 62 * MIB + 512
-    pages.prepare(62 * MIB)
+    moved = pages.move_out()
+    assert (moved.status, moved.num_bytes) == (2, 62 * MIB)  # it has no host memory yet, and stays where it is
+    assert pool.take(3, 4 * MIB) and pool.take(4, 62 * MIB) and pool.promised_bytes == 66 * MIB
+    pages.prepare()
     until = time.monotonic() + 20
     while pages.ready_bytes() < 62 * MIB:  # the system hands out memory before anything moves
         assert time.monotonic() < until, pages.ready_bytes()
     for where in (library.IN_HOST_MEMORY, library.ON_DISK, library.IN_HOST_MEMORY):
         assert pages.real_memory() == (256 * MIB - in_use, 256 * MIB)
         moved = pages.move_out(where)
-        assert (moved.status, moved.num_bytes) == (0, 62 * MIB), (moved.status, moved.code)
+        assert (moved.status, moved.num_bytes, moved.fresh_bytes) == (0, 62 * MIB, 0), (moved.status, moved.code)
         assert pages.real_memory()[0] == 256 * MIB - 512 and pages.stats().where == where
         assert pages.move_out(where).num_bytes == 0  # it is out already
-        pages.prepare(1 << 40)  # what is out is not touched
+        pages.prepare()  # what is out stays as it is
         taken = (ctypes.c_void_p * 1)()
         blocked = threading.Thread(target=lambda: taken.__setitem__(0, allocate(functions, 2 * MIB)))  # noqa: B023
         blocked.start()
@@ -102,10 +107,12 @@ def alone(library_path: str, disk: str) -> None:
         functions.cudaFree(ctypes.c_void_p(taken[0]))
         for address, data in kept:
             assert ctypes.string_at(address, len(data)) == data
-    pages.drop()
-    assert pages.ready_bytes() == 0
-    pages.prepare(1 << 30)
-    assert pages.move_out().num_bytes == 62 * MIB  # in the midst of it
+    assert pool.promised_bytes == 4 * MIB  # of the other rank, whose memory is its own
+    pool.free(4)
+    assert pool.shrink(62 * MIB) == 62 * MIB and pool.take(4, 62 * MIB)
+    pages.prepare()
+    moved = pages.move_out()  # in the midst of it
+    assert moved.num_bytes == 62 * MIB and pool.promised_bytes == 4 * MIB
     assert pages.move_in().num_bytes == 62 * MIB
     for address, data in kept:
         assert ctypes.string_at(address, len(data)) == data
@@ -115,6 +122,34 @@ def alone(library_path: str, disk: str) -> None:
         assert functions.cudaFree(ctypes.c_void_p(address)) == 0
     assert pages.stats().num_pages == 0 and pages.real_memory()[0] == 256 * MIB
     print("good")
+
+
+def shared(library_path: str, pool_fd: int, rank: int, size: int) -> None:
+    """A rank that is told on stdin to leave, to return (what it finds is checked, and changed), to touch its blocks."""
+    import json
+
+    from prism_sdk.runtime.oncuda.paging import library
+
+    library.preload(library_path)
+    functions = runtime()
+    pages = library.Pages(pool_fd=pool_fd, rank=rank, num_workers=2)
+    os.close(pool_fd)
+    address = allocate(functions, size)
+    assert address is not None
+    data = os.urandom(size)
+    ctypes.memmove(address, data, size)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        if line == "prepare\n":
+            pages.prepare()
+            print(json.dumps(None), flush=True)
+            continue
+        moved = pages.move_out() if line == "out\n" else pages.move_in()
+        if line == "in\n":
+            assert ctypes.string_at(address, size) == data
+            data = data[1:] + data[:1]
+            ctypes.memmove(address, data, size)
+        print(json.dumps([moved.status, moved.num_bytes, moved.fresh_bytes]), flush=True)
 
 
 def context(library_path: str) -> None:
@@ -167,6 +202,8 @@ if __name__ == "__main__":
         job(int(sys.argv[2]), int(sys.argv[3]))
     elif sys.argv[1] == "context":
         context(sys.argv[2])
+    elif sys.argv[1] == "shared":
+        shared(sys.argv[2], *map(int, sys.argv[3:6]))
     elif sys.argv[1] == "others":
         others(sys.argv[2])
     else:

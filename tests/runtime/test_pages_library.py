@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -106,6 +107,15 @@ def test_ranks_that_do_not_fit_together_are_recorded(driver: Path, tmp_path: Pat
     assert "device memory of parked ranks: out" in err
     assert in_use(tmp_path) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"device", "o.prism"}
+
+
+def test_ranks_hand_each_other_host_memory(driver: Path, tmp_path: Path) -> None:
+    options = ("--nproc-per-node", "6", "--slots", "1", "--device-memory", "100MiB", "--parked-memory", "160MiB")
+    code, out, err = record(driver, tmp_path, "4", "5", device_mib=130, options=options)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == [f"{rank} 39.0" for rank in range(6)]
+    found = re.search(r"out (\S+) GB in \d+ moves .* back .*, (\S+) GB of host memory taken", err)
+    assert found is not None and float(found[1]) > 0.6 and float(found[2]) <= 0.2, err
 
 
 def test_a_parked_rank_that_dies_is_named(driver: Path, tmp_path: Path) -> None:

@@ -5,21 +5,16 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prism_sdk.errors import PrismError, RunError, UnsupportedError, UsageError
-from prism_sdk.runtime.config import LaunchConfig, LaunchMode
-from prism_sdk.runtime.oncuda.paging import setup
+from prism_sdk.errors import PrismError, RunError
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 from prism_sdk.runtime.oncuda.paging.links import MOVED, NEED, OUT, PREPARE, ROOM, Link, Message
 from prism_sdk.runtime.oncuda.paging.pager import Pager
-from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension
-from prism_sdk.runtime.oncuda.residence import MoveOptions
-from prismtrace import GraphKind, TraceWriter
+from prism_sdk.runtime.oncuda.paging.tenants import IN_HOST_MEMORY, Request, Suspension
 
 
 class FakeLink(Link):
@@ -28,11 +23,11 @@ class FakeLink(Link):
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank = machine, rank
 
-    def send(self, kind: int, argument: int = 0, num_bytes: int = 0) -> None:
+    def send(self, kind: int, argument: int = 0) -> None:
         if kind != PREPARE:
             self.machine.orders.append((self.rank, kind, argument))
-        elif num_bytes:
-            self.machine.prepared.append((self.rank, num_bytes))
+        else:
+            self.machine.prepared.append((self.rank, self.machine.pool.bytes_of(self.rank)))
 
     def whole(self) -> list[Message]:
         return []
@@ -41,8 +36,11 @@ class FakeLink(Link):
 class Machine:
     """One device of so many units, and ranks that hold some of them; one rank runs at a time."""
 
-    def __init__(self, capacity: int, *, host: int = 10**9, disk: bool = False, ahead: int = 0) -> None:
+    def __init__(
+        self, capacity: int, *, host: int = 2000, disk: bool = False, ahead: int = 0, unit_bytes: int = 1
+    ) -> None:
         self.capacity, self.host = capacity, host
+        self.pool = HostPool(2000 * unit_bytes, block_bytes=unit_bytes)
         self.held: dict[int, int] = {}  # on the device
         self.away: dict[int, int] = {}
         self.orders: deque[tuple[int, int, int]] = deque()
@@ -53,8 +51,17 @@ class Machine:
         self.num_resumed = 0
         self.pager = Pager(
             fail=self.fail, resumed=self.resumed, refused=self.refused, has_disk=lambda: disk,
-            room_in_host=lambda: self.host - self.pager.host_bytes, ahead_bytes=lambda: ahead,
+            room_in_host=lambda: self.host - self.pager.host_bytes, ahead_bytes=lambda: ahead, pool=lambda: self.pool,
         )  # fmt: skip
+
+    def __del__(self) -> None:
+        self.pool.close()
+
+    def touch(self, rank: int) -> int:
+        """As a rank does it with the blocks that it has; how much of them is fresh."""
+        before = self.pool.promised_bytes
+        self.pool._is_there[self.pool._owners == rank + 1] = True
+        return before - self.pool.promised_bytes
 
     def fail(self, error: PrismError) -> None:
         self.failure = self.failure or error
@@ -100,10 +107,14 @@ class Machine:
             if kind == ROOM:
                 self.rooms.append((rank, argument))
                 continue
-            status, size = 0, 0
+            status, size, fresh = 0, 0, 0
             if kind == OUT:
                 size = self.held[rank]
-                if size:
+                is_to_host = self.pager._tenants[rank].goes_to == IN_HOST_MEMORY
+                if is_to_host and self.pool.bytes_of(rank) < size:
+                    status = 2
+                elif size:
+                    fresh = self.touch(rank) if is_to_host else 0
                     self.held[rank], self.away[rank] = 0, size
                     self.moves.append(("out", rank))
             elif self.away[rank] > self.free:
@@ -111,7 +122,7 @@ class Machine:
             else:
                 size = self.held[rank] = self.away.pop(rank)
                 self.moves.append(("in", rank))
-            self.pager.heard(rank, Message(MOVED, kind, status, 0, size, 1, 1))
+            self.pager.heard(rank, Message(MOVED, kind, status, 0, size, 1, 1, fresh))
 
 
 def test_nothing_moves_while_there_is_room() -> None:
@@ -189,6 +200,21 @@ def test_without_room_in_the_host_the_reason_is_said() -> None:
     assert machine.pager.out_bytes == {1: 0, 2: 60}
 
 
+def test_what_the_pool_has_is_used_also_where_the_host_is_fuller_than_it_should_be() -> None:
+    machine = Machine(100)
+    for rank in range(3):
+        machine.start(rank)
+        assert machine.allocate(rank, 60)
+        machine.park(rank)
+    machine.pager.ready(0)
+    assert machine.bring(0) and machine.pool.held_bytes == 180
+    machine.host = 100  # others have taken memory since
+    machine.park(0)
+    machine.pager.ready(1)
+    assert machine.bring(1) and machine.moves[-2:] == [("out", 0), ("in", 1)]
+    assert machine.pager.tally.fresh_bytes == 180 and machine.failure is None
+
+
 def test_ranks_that_all_run_and_all_want_more_do_not_block_each_other() -> None:
     machine = Machine(100)
     for rank in (0, 1):
@@ -231,6 +257,16 @@ def test_a_rank_whose_threads_may_compute_is_left_alone() -> None:
     machine.pager.parked(0)
     machine.start(1)
     assert not machine.allocate(1, 60) and machine.moves == []
+
+
+def test_a_rank_that_has_more_than_it_said_leaves_with_all_of_it() -> None:
+    machine = Machine(100)
+    for rank in (0, 1):
+        machine.start(rank)
+    assert machine.allocate(0, 60)
+    machine.park(0)
+    machine.pager.holds(0, 0, 20)
+    assert machine.allocate(1, 60) and machine.moves == [("out", 0)] and machine.pager.out_bytes[1] == 60
 
 
 def test_a_move_that_breaks_ends_the_launch_and_names_the_rank() -> None:
@@ -300,6 +336,7 @@ def test_a_whole_process_leaves_where_no_pages_are_left() -> None:
     machine.pager.ready(0)
     assert machine.bring(0)
     assert machine.pager.tally.num_suspended == 1 and machine.pager.out_bytes[1] == 50 + 50 + 70
+    assert machine.pager.host_bytes == machine.pool.held_bytes == 150 + 70  # rank 0's blocks are kept for the next one
 
 
 def test_a_driver_that_cannot_is_asked_once() -> None:
@@ -316,10 +353,15 @@ def test_a_driver_that_cannot_is_asked_once() -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 60), min_size=1, max_size=9), rounds=st.integers(1, 4),
-    order=st.randoms(use_true_random=False), extra=st.integers(0, 40),
+    order=st.randoms(use_true_random=False), extra=st.integers(0, 40), ahead=st.integers(0, 90),
+    spare=st.integers(0, 60), disk=st.booleans(),
 )  # fmt: skip
-def test_all_ranks_of_any_job_get_their_turns(sizes: list[int], rounds: int, order: object, extra: int) -> None:
-    machine = Machine(60 + extra)
+def test_all_ranks_of_any_job_get_their_turns(
+    sizes: list[int], rounds: int, order: object, extra: int, ahead: int, spare: int, disk: bool
+) -> None:
+    # without a disk the host has room for all but the one that runs
+    host = spare + (0 if disk else sum(sizes))
+    machine = Machine(60 + extra, host=host, disk=disk, ahead=ahead)
     for rank, size in enumerate(sizes):
         machine.start(rank)
         assert machine.allocate(rank, size)
@@ -336,62 +378,21 @@ def test_all_ranks_of_any_job_get_their_turns(sizes: list[int], rounds: int, ord
             assert machine.held[rank] == sizes[rank]
             turns.remove(rank)
             machine.park(rank)
-            assert sum(machine.held.values()) <= machine.capacity
-        assert machine.pager.away_bytes(0) == sum(machine.away.values()) == machine.pager.out_bytes[1]
-    assert machine.failure is None
+            assert sum(machine.held.values()) <= machine.capacity and machine.pager.host_bytes <= host
+            assert all(machine.pool.bytes_of(rank) in (0, sizes[rank]) for rank in machine.away)
+        assert machine.pager.away_bytes(0) == sum(machine.away.values()) == sum(machine.pager.out_bytes.values())
+    assert machine.failure is None and (disk or machine.pager.out_bytes[2] == 0)
+    for rank in range(len(sizes)):
+        machine.pager.ended(rank)
+    assert machine.pool.promised_bytes == 0 and not any(map(machine.pool.bytes_of, range(len(sizes))))
 
 
-@pytest.mark.parametrize("cut", [1, 39, 40, 41])
+@pytest.mark.parametrize("cut", [1, 47, 48, 49])
 def test_messages_that_arrive_in_pieces_are_put_together(cut: int) -> None:
-    raw = b"".join(struct.pack("=IIIIQQQ", kind, 0, 0, 0, 7, 8, 9) for kind in (NEED, MOVED))
+    raw = b"".join(struct.pack("=IIIIQQQQ", kind, 0, 0, 0, 7, 8, 9, 10) for kind in (NEED, MOVED))
     link = Link.__new__(Link)
     link._buffer = bytearray(raw[:cut])
     first = link.whole()
     link._buffer += raw[cut:]
     found = first + link.whole()
-    assert found == [Message(kind, num_bytes=7, copy_ns=8, total_ns=9) for kind in (NEED, MOVED)]
-
-
-# -- what a launch asks for -------------------------------------------------------------------------------------------
-
-
-def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-
-    def plan(devices: int, environ: dict[str, str] | None = None, **more: Any) -> setup.PagingPlan:
-        monkeypatch.setattr(setup.glob, "glob", lambda _pattern: ["/dev/nvidia0"] * devices)
-        words = {"mode": LaunchMode.RECORD, "target": "train.py", "output": tmp_path / "o.prism", **more}
-        return setup.plan_paging(LaunchConfig(**words), num_ranks=2, environ=environ or {}, report=said.append)
-
-    monkeypatch.setattr(setup, "compiled_library", lambda: tmp_path / "pages.so")
-    assert plan(0) == setup.PagingPlan()  # no GPU, nothing asked for
-    assert plan(2, device="cpu") == setup.PagingPlan()
-    assert plan(2, parked_memory_bytes=0) == setup.PagingPlan()
-    found = plan(2, {"CUDA_VISIBLE_DEVICES": "1"}, parked_memory_bytes=5)
-    assert found.spec and found.spec.moves and not found.spec.is_alone and found.library is not None
-    assert found.moves == MoveOptions(can_move=True, host_bytes=5, visible_devices="1")
-    found = plan(2, mode=LaunchMode.OBSERVE, device_memory_bytes=80 << 30)
-    assert found.spec is not None and (found.spec.limit_bytes, found.spec.moves) == (80 << 30, False)
-    assert found.spec.is_alone and not found.moves.can_move
-    graph = {"known": tmp_path / "known.prism", "unknown": tmp_path / "unknown.prism"}
-    for name, path in graph.items():
-        metadata = {"rank.1.device_other_bytes": "5"} if name == "known" else {}
-        with TraceWriter(path, graph_kind=GraphKind.CALIBRATED, world_size=2, metadata=metadata) as writer:
-            writer.add_units(1, {"kind": [1], "start_ns": [0], "end_ns": [1]})
-    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=9, graph=graph["known"])
-    assert found.spec is not None and found.spec.others_bytes == {1: 5} and not said
-    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=9, graph=graph["unknown"])
-    assert found.spec is not None and found.spec.others_bytes == {} and "what NCCL takes" in said.pop()
-    with pytest.raises(UsageError, match="limits GPUs"):
-        plan(2, device="cpu", device_memory_bytes=1)
-    with pytest.raises(UsageError, match="no such folder"):
-        plan(2, parked_disk=tmp_path / "nowhere")
-    assert not said
-
-    def cannot() -> Path:
-        raise UnsupportedError("moving device memory without a C compiler")
-
-    monkeypatch.setattr(setup, "compiled_library", cannot)
-    assert plan(2) == setup.PagingPlan() and "stays on the GPU" in said[0]
-    found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=1 << 30)
-    assert found.spec is not None and not found.spec.has_library and found.library is None
+    assert found == [Message(kind, num_bytes=7, copy_ns=8, total_ns=9, fresh_bytes=10) for kind in (NEED, MOVED)]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from prism_sdk.errors import PrismError
 from prism_sdk.runtime.gauges import DeviceGauge, host_memory
 from prism_sdk.runtime.oncuda.checkpoint import Checkpointer
 from prism_sdk.runtime.oncuda.ledger import DeviceMemoryError, Footprint, Ledger, gib
-from prism_sdk.runtime.oncuda.paging.ahead import AHEAD_BYTES
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 from prism_sdk.runtime.oncuda.paging.links import Link
 from prism_sdk.runtime.oncuda.paging.pager import Pager
 from prism_sdk.runtime.oncuda.paging.tenants import Request, Suspension, Want
@@ -34,8 +34,10 @@ class MoveOptions:
     host_bytes: int | None = None
     """What parked ranks may take of the host's memory; absent: all but a twentieth of it."""
     has_disk: bool = False
-    ahead_bytes: int = AHEAD_BYTES
+    ahead_bytes: int = 0
     """What of the host's memory may be taken before it is needed."""
+    pool: HostPool = field(default_factory=HostPool, compare=False)
+    """Of that memory."""
     visible_devices: str | None = None
     """CUDA_VISIBLE_DEVICES, as ranks have it."""
 
@@ -74,8 +76,8 @@ class Residence:
         self._links: dict[int, Link] = {}
         self.pager = Pager(
             fail=lambda error: self._host().fail(error), resumed=self._may_go_on, refused=self._error,
-            room_in_host=self._room_in_host, has_disk=lambda: self._options().has_disk,
-            ahead_bytes=lambda: self._options().ahead_bytes,
+            pool=lambda: self._options().pool, room_in_host=self._room_in_host,
+            has_disk=lambda: self._options().has_disk, ahead_bytes=lambda: self._options().ahead_bytes,
             suspension=Suspension(self._order, self._kept_bytes, self._free_bytes),
         )  # fmt: skip
 
@@ -205,7 +207,7 @@ class Residence:
         if memory is None:
             return 1 << 62
         left_free = max(_LEFT_FREE_BYTES, int(memory.total_bytes * _LEFT_FREE_SHARE))
-        return memory.total_bytes - memory.used_bytes - left_free
+        return memory.total_bytes - memory.used_bytes - left_free - self._options().pool.promised_bytes
 
     def _error(self, request: Request, why_not: str) -> PrismError:
         holders = self._ledger.ranks_on(request.device)

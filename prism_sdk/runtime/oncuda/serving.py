@@ -32,9 +32,12 @@ def serve_memory(spec: PagingSpec, *, rank: int, token: str) -> None:
         socket_fd = channel.sock.detach()
     others = None if spec.others_bytes is None else spec.others_bytes.get(rank, 0)
     Pages(
-        socket_fd=socket_fd, disk=spec.disk, limit_bytes=spec.limit_bytes, reserve_bytes=spec.reserve_bytes,
-        is_alone=spec.is_alone, others_bytes=others, num_workers=min(_WORKERS, os.cpu_count() or 1),
+        socket_fd=socket_fd, pool_fd=spec.pool_fd, rank=rank, disk=spec.disk, limit_bytes=spec.limit_bytes,
+        reserve_bytes=spec.reserve_bytes, is_alone=spec.is_alone, others_bytes=others,
+        num_workers=min(_WORKERS, os.cpu_count() or 1),
     )  # fmt: skip
+    if spec.pool_fd >= 0:
+        os.close(spec.pool_fd)  # it is mapped: what the program starts and leaves behind must not keep the memory
 
 
 def _limit_by_torch(limit_bytes: int) -> None:

@@ -1,10 +1,11 @@
 """Chooses whose host memory is taken before its device memory has to leave.
 
-Responsible for the choice and for how much may be taken so; the memory is touched in the ranks (ahead.c), and what
+Responsible for the choice and for how much may be taken so; the memory is touched in the ranks (pool.c), and what
 leaves when is pager.py's.
 
 A move into fresh host memory waits for the system, which hands it out at less than half the speed of the copies. So
-once a device is nearly full, ranks that will leave next get their host memory while nobody waits for it.
+once a device is nearly full, ranks that will leave next get their host memory while nobody waits for it.  What the pool
+has already they have to map alone.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 from prism_sdk.runtime.oncuda.paging.links import PREPARE
-from prism_sdk.runtime.oncuda.paging.tenants import RESIDENT, Tenant
+from prism_sdk.runtime.oncuda.paging.tenants import IN_HOST_MEMORY, RESIDENT, Tenant
 
 __all__ = ["AHEAD_BYTES", "Ahead"]
 
@@ -29,21 +31,23 @@ class Ahead:
     """What is taken ahead, on all devices of one recording."""
 
     def __init__(
-        self, budget_bytes: Callable[[], int], *, room_in_host: Callable[[], int],
+        self, budget_bytes: Callable[[], int], *, pool: Callable[[], HostPool], room_in_host: Callable[[], int],
         free_bytes: Callable[[int], int | None], least_bytes: int = _LEAST_BYTES,
     ) -> None:  # fmt: skip
         """
         Args:
-            budget_bytes: what may be taken and not be used yet; 0: nothing is taken ahead.
+            budget_bytes: what may be taken and not be in use; 0: nothing is taken ahead.
+            pool: where it is taken.
             room_in_host: how many bytes more the host has room for; no more than half of it is taken.
             free_bytes: what a device has free; None: nobody can tell, and the first who finds no room does.
             least_bytes: less is left to the move.
         """
-        self._budget_bytes, self._room_in_host, self._free_bytes = budget_bytes, room_in_host, free_bytes
+        self._budget_bytes, self._pool = budget_bytes, pool
+        self._room_in_host, self._free_bytes = room_in_host, free_bytes
         self._least_bytes = least_bytes
         self._short: set[int] = set()  # devices that somebody found full, or nearly
         self._looked_ns: dict[int, int] = {}
-        self._under_way: dict[int, int] = {}  # rank that touches memory -> how much
+        self._under_way: set[int] = set()  # ranks that touch memory
 
     def is_short(self, device: int) -> None:
         """Somebody found no room there."""
@@ -51,7 +55,7 @@ class Ahead:
 
     def ended(self, rank: int) -> None:
         """The rank touches no more of it, or is gone."""
-        self._under_way.pop(rank, None)
+        self._under_way.discard(rank)
 
     def look(self, device: int, tenants: Iterable[Tenant]) -> None:
         """Ask the rank of the device that leaves next to take its memory, unless one does already."""
@@ -62,17 +66,19 @@ class Ahead:
         here = [one for one in everybody if one.device == device and one.where == RESIDENT and one.link is not None]
         if any(one.rank in self._under_way for one in here) or not self._is_nearly_full(device, here):
             return
-        budget -= sum(one.ahead_bytes for one in everybody)
+        pool = self._pool()
         for tenant in sorted((one for one in here if one.parked_as and one.is_there and not one.stays), key=_turn):
-            missing = tenant.num_bytes - tenant.warm_bytes
-            if missing < self._least_bytes:
+            if tenant.num_bytes - pool.bytes_of(tenant.rank) < self._least_bytes:
                 continue
-            if missing > budget or missing > (self._room_in_host() - sum(self._under_way.values())) // 2:
+            fresh = pool.fresh_bytes(tenant.rank, tenant.num_bytes)
+            used = sum(one.num_bytes for one in everybody if one.where == IN_HOST_MEMORY)
+            if fresh and (pool.held_bytes - used + fresh > budget or fresh > self._room_in_host() // 2):
+                return
+            if not pool.take(tenant.rank, tenant.num_bytes):
                 return
             assert tenant.link is not None
-            self._under_way[tenant.rank] = missing
-            tenant.ahead_bytes, tenant.warm_bytes = tenant.ahead_bytes + missing, tenant.num_bytes
-            tenant.link.send(PREPARE, _THREADS, tenant.num_bytes)
+            self._under_way.add(tenant.rank)
+            tenant.link.send(PREPARE, _THREADS)
             return
 
     def _is_nearly_full(self, device: int, here: list[Tenant]) -> bool:

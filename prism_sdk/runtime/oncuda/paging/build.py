@@ -19,7 +19,7 @@ from prism_sdk.errors import UnsupportedError
 
 __all__ = ["compiled_library"]
 
-_SOURCES = ("pages.c", "libraries.c", "moving.c", "ahead.c", "service.c")
+_SOURCES = ("pages.c", "libraries.c", "moving.c", "pool.c", "service.c")
 _FLAGS = ("-std=c11", "-O2", "-g", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared", "-Wl,-z,defs")
 _LIBRARIES = ("-ldl", "-lpthread")
 _COMPILERS = ("cc", "gcc", "clang")

@@ -32,6 +32,7 @@ class Moved(ctypes.Structure):
         ("num_bytes", ctypes.c_uint64),
         ("copy_ns", ctypes.c_uint64),
         ("total_ns", ctypes.c_uint64),
+        ("fresh_bytes", ctypes.c_uint64),
     ]
 
 
@@ -80,10 +81,13 @@ class Pages:
     """The device memory of this process's program."""
 
     def __init__(
-        self, *, socket_fd: int = -1, disk: Path | None = None, limit_bytes: int = 0, reserve_bytes: int = 0,
-        is_alone: bool = False, others_bytes: int | None = None, num_workers: int = 8,
+        self, *, socket_fd: int = -1, pool_fd: int = -1, rank: int = 0, disk: Path | None = None,
+        limit_bytes: int = 0, reserve_bytes: int = 0, is_alone: bool = False, others_bytes: int | None = None,
+        num_workers: int = 8,
     ) -> None:  # fmt: skip
         """Begin to serve allocations; once in a process, before it opens the device.
+
+        `pool_fd` is of a HostPool, which need not stay open: memory goes to the blocks of it that `rank` has.
 
         `others_bytes` counts under the limit in place of all that is not the program's (but the context at least).
         """
@@ -93,6 +97,8 @@ class Pages:
         self.disk_fd = -1 if disk is None else os.open(disk, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         result = self._library.prism_pages_open(
             socket_fd,
+            pool_fd,
+            rank,
             self.disk_fd,
             ctypes.c_uint64(limit_bytes),
             ctypes.c_uint64(reserve_bytes),
@@ -100,6 +106,9 @@ class Pages:
             ctypes.c_int64(-1 if others_bytes is None else others_bytes),
             num_workers,
         )
+        if result > 0:
+            why = f"host memory for its device memory cannot be mapped: {os.strerror(result)}"
+            raise RunError(why, rank=rank, hint="allow more address space: ulimit -v unlimited")
         if result:
             hint = "allow more threads: ulimit -u"
             raise RunError("the thread that moves device memory cannot be started", hint=hint)
@@ -130,16 +139,12 @@ class Pages:
         self._library.prism_pages_out(where, ctypes.byref(moved))
         return moved
 
-    def prepare(self, num_bytes: int, *, num_threads: int = 2) -> None:
-        """Begin to take so much host memory for the next move; threads of low priority do it, and nobody waits."""
-        self._library.prism_pages_prepare(ctypes.c_uint64(num_bytes), num_threads)
-
-    def drop(self) -> None:
-        """Give back the host memory that is kept for the next move."""
-        self._library.prism_pages_drop()
+    def prepare(self, *, num_threads: int = 2) -> None:
+        """Begin to touch the host memory for the next move; threads of low priority do it, and nobody waits."""
+        self._library.prism_pages_prepare(num_threads)
 
     def ready_bytes(self) -> int:
-        """How much of that is there."""
+        """How much of that is done."""
         return int(self._library.prism_pages_ready_bytes())
 
     def move_in(self, *, into_reserve: bool = True) -> Moved:

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 from prism_sdk.errors import RunError
 
-__all__ = ["DROP", "IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "PREPARE", "READY", "ROOM"]
+__all__ = ["IN", "Link", "MOVED", "Message", "NEED", "NO_DEVICE_MEMORY", "OUT", "PREPARE", "READY", "ROOM"]
 
-OUT, IN, NEED, MOVED, ROOM, DROP, PREPARE, READY = range(1, 9)
+OUT, IN, NEED, MOVED, ROOM, PREPARE, READY = range(1, 8)
 NO_DEVICE_MEMORY, _NO_HOST_MEMORY, _NO_DISK, _NOT_NOW = 1, 2, 3, 5  # how moves end: pages.h
-_MESSAGE = struct.Struct("=IIIIQQQ")
+_MESSAGE = struct.Struct("=IIIIQQQQ")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One message of pages.h's `Message`: what, of what, how it ended, bytes moved or missing, nanoseconds."""
+    """One message of pages.h's `Message`: what, of what, how it ended, bytes moved or missing, times, fresh bytes."""
 
     kind: int
     argument: int = 0
@@ -30,6 +30,7 @@ class Message:
     num_bytes: int = 0
     copy_ns: int = 0
     total_ns: int = 0
+    fresh_bytes: int = 0
 
     @property
     def why_it_stays(self) -> str:
@@ -56,10 +57,10 @@ class Link:
         self.sock = sock
         self._buffer = bytearray(begun)
 
-    def send(self, kind: int, argument: int = 0, num_bytes: int = 0) -> None:
+    def send(self, kind: int, argument: int = 0) -> None:
         """Say it; a rank that is gone is noticed elsewhere."""
         with contextlib.suppress(OSError):
-            self.sock.sendall(_MESSAGE.pack(kind, argument, 0, 0, num_bytes, 0, 0))
+            self.sock.sendall(_MESSAGE.pack(kind, argument, 0, 0, 0, 0, 0, 0))
 
     def receive(self) -> list[Message] | None:
         """What has come; None: the other end is gone."""

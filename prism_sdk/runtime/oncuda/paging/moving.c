@@ -37,6 +37,7 @@ typedef struct {
     size_t num_chunks;
     atomic_size_t next, num_backed; /* num_backed: chunks whose addresses have memory */
     atomic_int failed, code; /* a status of a move; the driver's or the system's code */
+    atomic_size_t num_fresh;
     int is_out;
 } Job;
 
@@ -74,10 +75,11 @@ static void copy_past_caches(unsigned char *to, const unsigned char *from, size_
 static void copy_past_caches(unsigned char *to, const unsigned char *from, size_t size) { memcpy(to, from, size); }
 #endif
 
-static int store(size_t offset, const unsigned char *from, size_t size) {
-    if (state.goes_to != ON_DISK) {
-        copy_past_caches(state.image + offset, from, size);
-        return 0;
+static int store(Job *job, size_t offset, const unsigned char *from, size_t size) {
+    for (size_t room; state.goes_to != ON_DISK && size; from += room, offset += room, size -= room) {
+        unsigned char *to = place_in_image(offset, &room, &job->num_fresh);
+        if (room > size) room = size;
+        copy_past_caches(to, from, room);
     }
     while (size) {
         ssize_t written = pwrite(state.disk_fd, from, size, (off_t)offset);
@@ -88,10 +90,11 @@ static int store(size_t offset, const unsigned char *from, size_t size) {
     return 0;
 }
 
-static int fetch(size_t offset, unsigned char *to, size_t size) {
-    if (state.goes_to != ON_DISK) {
-        memcpy(to, state.image + offset, size);
-        return 0;
+static int fetch(Job *job, size_t offset, unsigned char *to, size_t size) {
+    for (size_t room; state.goes_to != ON_DISK && size; to += room, offset += room, size -= room) {
+        const unsigned char *from = place_in_image(offset, &room, &job->num_fresh);
+        if (room > size) room = size;
+        memcpy(to, from, room);
     }
     while (size) {
         ssize_t got = pread(state.disk_fd, to, size, (off_t)offset);
@@ -110,12 +113,12 @@ static void carry_out(Job *job, Stage *stage) {
         Chunk *chunk = job->chunks + index;
         code = driver.cuMemcpyDtoHAsync(stage->buffers[turn], chunk->address, chunk->size, stage->streams[turn]);
         if (code) fail(job, DRIVER_ERROR, code);
-        if (before && (code = store(before->offset, stage->buffers[!turn], before->size))) fail(job, NO_DISK, code);
+        if (before && (code = store(job, before->offset, stage->buffers[!turn], before->size))) fail(job, NO_DISK, code);
         if ((code = driver.cuStreamSynchronize(stage->streams[turn]))) fail(job, DRIVER_ERROR, code);
         before = chunk;
         turn = !turn;
     }
-    if (!job->failed && before && (code = store(before->offset, stage->buffers[!turn], before->size)))
+    if (!job->failed && before && (code = store(job, before->offset, stage->buffers[!turn], before->size)))
         fail(job, NO_DISK, code);
 }
 
@@ -125,7 +128,7 @@ static void carry_in(Job *job, Stage *stage) {
     while (!job->failed && (index = atomic_fetch_add(&job->next, 1)) < job->num_chunks) {
         Chunk *chunk = job->chunks + index;
         if ((code = driver.cuStreamSynchronize(stage->streams[turn]))) fail(job, DRIVER_ERROR, code);
-        if ((code = fetch(chunk->offset, stage->buffers[turn], chunk->size))) fail(job, NO_DISK, code);
+        if ((code = fetch(job, chunk->offset, stage->buffers[turn], chunk->size))) fail(job, NO_DISK, code);
         while (atomic_load(&job->num_backed) <= index && !job->failed) sched_yield();
         if (job->failed) break;
         code = driver.cuMemcpyHtoDAsync(chunk->address, stage->buffers[turn], chunk->size, stage->streams[turn]);
@@ -212,6 +215,7 @@ static void move_out_locked(int where, Moved *moved) {
     job.chunks = chunks_of_pages(&job.num_chunks);
     if (!num_workers || !job.chunks || (moved->code = (uint32_t)make_room_for_image(where, state.movable_bytes))) {
         moved->status = where == ON_DISK && num_workers && job.chunks ? NO_DISK : NO_HOST_MEMORY;
+        moved->num_bytes = state.movable_bytes;
         free(job.chunks);
         return;
     }
@@ -221,6 +225,7 @@ static void move_out_locked(int where, Moved *moved) {
     begin(&team, &job, num_workers);
     finish(&team, &job);
     moved->copy_ns = now_ns() - started;
+    moved->fresh_bytes = job.num_fresh;
     free(job.chunks);
     if ((moved->status = (uint32_t)job.failed)) { /* the pages are still there */
         moved->code = (uint32_t)job.code;

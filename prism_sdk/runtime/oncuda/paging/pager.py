@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable
 from prism_sdk.errors import PrismError, RunError
 from prism_sdk.runtime.oncuda.paging.ahead import Ahead
 from prism_sdk.runtime.oncuda.paging.choosing import victim, will_park
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 from prism_sdk.runtime.oncuda.paging.links import IN, MOVED, NEED, NO_DEVICE_MEMORY, OUT, READY, ROOM, Link, Message
+from prism_sdk.runtime.oncuda.paging.placing import find_place, find_room_beside
 from prism_sdk.runtime.oncuda.paging.tenants import (
     IN_HOST_MEMORY,
     ON_DISK,
@@ -24,7 +26,6 @@ from prism_sdk.runtime.oncuda.paging.tenants import (
     Tally,
     Tenant,
     Want,
-    give_back,
 )  # fmt: skip
 
 __all__ = ["Pager"]
@@ -32,6 +33,7 @@ __all__ = ["Pager"]
 _PATIENCE_NS = 1_000_000_000  # a rank that is out waits so long for others that could run without it
 _SLACK_BYTES = 1 << 28  # more than a restoration of a process needs beside what it had
 _MAX_TRIES = 64  # of one request, each with something moved away before
+_NO_HOST_MEMORY = "the host has no memory for it"
 
 
 class Pager:
@@ -39,18 +41,18 @@ class Pager:
 
     def __init__(
         self, *, fail: Callable[[PrismError], None], resumed: Callable[[], None],
-        refused: Callable[[Request, str], PrismError], room_in_host: Callable[[], int],
+        refused: Callable[[Request, str], PrismError], pool: Callable[[], HostPool], room_in_host: Callable[[], int],
         has_disk: Callable[[], bool] = lambda: False, suspension: Suspension | None = None,
         ahead_bytes: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         """`fail` ends the launch, with what `refused` makes of a request and of why nothing more could be moved.
 
-        `resumed` is called when somebody can run now, `room_in_host` says how many bytes more the host has room for,
+        `resumed` is called when somebody can run now, `room_in_host` says how many bytes `pool` may grow,
         `has_disk` whether there is one beside; `ahead_bytes` how much of it may be taken before it is needed;
         `suspension` takes whole processes off, once no pages are left to move.
         """
         self._fail, self._resumed, self._refused = fail, resumed, refused
-        self._room_in_host, self._has_disk = room_in_host, has_disk
+        self._pool, self._room_in_host, self._has_disk = pool, room_in_host, has_disk
         self._tenants: dict[int, Tenant] = {}
         self._requests: dict[int, list[Request]] = {}  # device -> served first to last
         self._busy: dict[int, int] = {}  # device -> the rank whose memory is moving
@@ -63,7 +65,7 @@ class Pager:
         self.why_not = ""
         self._suspension = suspension
         self._ahead = Ahead(
-            ahead_bytes, room_in_host=room_in_host,
+            ahead_bytes, pool=pool, room_in_host=room_in_host,
             free_bytes=lambda device: None if suspension is None else suspension.free_bytes(device),
         )  # fmt: skip
 
@@ -106,6 +108,7 @@ class Pager:
         self._ahead.ended(rank)
         if tenant is None:
             return
+        self._pool().free(rank)
         if tenant.where in self.out_bytes:
             self.out_bytes[tenant.where] -= tenant.num_bytes
         if tenant.is_suspended:
@@ -179,13 +182,15 @@ class Pager:
             (self._left if message.argument == OUT else self._came)(tenant, message)
             self._advance(tenant.device)
         elif message.kind == READY:
-            self.tally.ahead_bytes += message.num_bytes
+            self.tally.ahead_bytes += message.fresh_bytes
             self._ahead.ended(rank)
             self._ahead.look(tenant.device, self._tenants.values())
 
     def _left(self, tenant: Tenant, message: Message) -> None:
         if why := message.why_it_stays:
-            tenant.stays, self.why_not = True, why
+            self._pool().free(tenant.rank)
+            tenant.stays, self.why_not = message.num_bytes <= tenant.num_bytes, why  # else it has more than it had said
+            tenant.num_bytes = max(tenant.num_bytes, message.num_bytes)
             return
         if message.status:
             self._fail(message.error(tenant.rank))
@@ -195,8 +200,6 @@ class Pager:
             return  # there was nothing
         tenant.where = tenant.goes_to
         self.out_bytes[tenant.where] += message.num_bytes
-        if tenant.where == IN_HOST_MEMORY:
-            tenant.warm_bytes = tenant.ahead_bytes = 0
         self.tally.add("out", message)
         self._moving_for[tenant.device].missing_bytes -= message.num_bytes
 
@@ -211,7 +214,7 @@ class Pager:
             self._fail(message.error(tenant.rank))
             return
         self.out_bytes[tenant.where] -= message.num_bytes
-        tenant.warm_bytes = message.num_bytes if tenant.where == IN_HOST_MEMORY else tenant.warm_bytes
+        self._pool().free(tenant.rank)
         tenant.where = RESIDENT
         self.tally.add("back", message)
         if request is not None and request.want is Want.RETURN:
@@ -308,7 +311,10 @@ class Pager:
             return False
         on_device = tenant.num_bytes if tenant.where == RESIDENT else 0  # what stays goes along
         tenant.kept_bytes = way.kept_bytes(tenant.rank) + on_device
-        if not self._make_room_in_host(tenant.kept_bytes):
+        if not find_room_beside(
+            tenant.kept_bytes, self._tenants.values(), pool=self._pool(), room_in_host=self._room_in_host
+        ):
+            self.why_not = _NO_HOST_MEMORY
             return False
 
         def done(code: int) -> None:
@@ -376,20 +382,14 @@ class Pager:
 
     def _placed(self, tenant: Tenant) -> Tenant | None:
         """The same, after it was decided where it goes; None: there is no room for it anywhere."""
-        if self._make_room_in_host(tenant.num_bytes - tenant.warm_bytes, spared=tenant):
+        if find_place(tenant, self._tenants.values(), pool=self._pool(), room_in_host=self._room_in_host):
             tenant.goes_to = IN_HOST_MEMORY
-        elif not self._has_disk():
-            return None
-        else:
-            tenant.goes_to = ON_DISK
-        return tenant
-
-    def _make_room_in_host(self, num_bytes: int, *, spared: Tenant | None = None) -> bool:
-        has_room = give_back(self._tenants.values(), num_bytes, room_bytes=self._room_in_host(), spared=spared)
-        self.why_not = self.why_not if has_room else "the host has no memory for it"
-        return has_room
+            return tenant
+        self.why_not, tenant.goes_to = _NO_HOST_MEMORY, ON_DISK
+        return tenant if self._has_disk() else None
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is taken: by what is away, and kept for the next time."""
-        return self.out_bytes[IN_HOST_MEMORY] + sum(tenant.warm_bytes for tenant in list(self._tenants.values()))
+        """Host memory that is taken: by the pool, and by processes that are away as a whole."""
+        suspended = sum(tenant.kept_bytes for tenant in list(self._tenants.values()) if tenant.is_suspended)
+        return self._pool().held_bytes + suspended

@@ -235,14 +235,18 @@ EXPORT int cudaGetDeviceProperties_v2(void *properties, int device) {
 
 /* Begin to serve allocations; once, before the program uses the device.
  *
- * socket_fd: to the launcher, which may then ask for moves; -1: nobody asks.  disk_fd: a file for pages; -1: none.
+ * socket_fd: to the launcher, which may then ask for moves; -1: nobody asks.  pool_fd: of host memory for pages, in
+ * which those of `rank` are this program's; disk_fd: a file for pages; -1: none.
  * limit_bytes: what the device is to have; 0: what it has.  alone: no other process uses the device, and nothing moves.
  * reserve_bytes: how much is left free for what is not seen here.  others_bytes: what counts under the limit in place of
- * all that is not the program's; the context at least; -1: what is there.  Returns 0, or -1 where there is no thread.
+ * all that is not the program's; the context at least; -1: what is there.  Returns 0, -1 where there is no thread, or an
+ * error of the system that there is no space for addresses.
  */
-EXPORT int prism_pages_open(int socket_fd, int disk_fd, uint64_t limit_bytes, uint64_t reserve_bytes, int alone,
-                            int64_t others_bytes, int num_workers) {
+EXPORT int prism_pages_open(int socket_fd, int pool_fd, int rank, int disk_fd, uint64_t limit_bytes,
+                            uint64_t reserve_bytes, int alone, int64_t others_bytes, int num_workers) {
     if (state.is_open) return -1;
+    int code = pool_fd < 0 ? 0 : open_pool(pool_fd, rank);
+    if (code) return code;
     state.socket_fd = socket_fd;
     state.disk_fd = disk_fd;
     state.limit_bytes = limit_bytes;
@@ -279,8 +283,6 @@ EXPORT void prism_pages_out(int where, Moved *moved) { move_out(where, moved); }
 
 EXPORT void prism_pages_in(int into_reserve, Moved *moved) { move_in(into_reserve, moved); }
 
-EXPORT void prism_pages_prepare(uint64_t num_bytes, int num_threads) { prepare(num_bytes, num_threads); }
-
-EXPORT void prism_pages_drop(void) { drop_if_unused(); }
+EXPORT void prism_pages_prepare(int num_threads) { prepare(num_threads); }
 
 EXPORT uint64_t prism_pages_ready_bytes(void) { return ready_bytes(); }

@@ -6,6 +6,7 @@
 #define PRISM_PAGES_H
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -91,6 +92,7 @@ typedef struct {
     uint32_t status, code;
     uint64_t num_bytes; /* moved */
     uint64_t copy_ns, total_ns;
+    uint64_t fresh_bytes; /* of host memory that the system handed out for it */
 } Moved;
 
 typedef struct {
@@ -117,9 +119,6 @@ typedef struct {
     int is_open, holds_still, is_left; /* is_left: nobody will bring back what is out */
     int disk_fd, socket_fd;
     int num_workers;
-    unsigned char *image; /* for what is out, one page after the other; kept for the next time; NULL: none */
-    void *image_mapping;
-    size_t mapping_bytes;
 } State;
 
 extern State state;
@@ -135,16 +134,16 @@ void unback_page(Page *page);
 uint64_t now_ns(void);
 
 void move_out(int where, Moved *moved);
-int make_image(size_t num_bytes); /* under state.lock, as drop_image; 0, or an error of the system */
-void drop_image(void);
-void drop_if_unused(void); /* takes state.lock itself */
-void prepare(uint64_t num_bytes, int num_threads);
+int open_pool(int fd, int rank);
+int make_image(size_t num_bytes); /* for what goes out, one page after the other; 0, or an error of the system */
+unsigned char *place_in_image(size_t offset, size_t *room, atomic_size_t *num_fresh);
+void prepare(int num_threads);
 void stop_preparing(void);
 uint64_t ready_bytes(void); /* of what was prepared last */
 void move_in(int into_reserve, Moved *moved); /* into_reserve: also where less is free then than is to be left free */
 
 int start_service(void);
-void tell_ready(uint64_t num_bytes);
+void tell_ready(uint64_t num_bytes, uint64_t fresh_bytes);
 int ask_for_room(uint64_t num_bytes); /* 1: there may be room now */
 void after_fork_in_child(void);
 

@@ -10,16 +10,16 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-/* OUT, IN, ROOM, DROP (the host memory that is kept for the next move) and PREPARE (such memory, so many bytes of it, by
- * `argument` threads) come from the launcher, NEED, MOVED and READY (so many bytes were prepared) go to it. */
-enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5, DROP = 6, PREPARE = 7, READY = 8 };
+/* OUT, IN, ROOM and PREPARE (the rank's blocks of host memory, by `argument` threads) come from the launcher; NEED, MOVED
+ * and READY (so many bytes were prepared) go to it. */
+enum { OUT = 1, IN = 2, NEED = 3, MOVED = 4, ROOM = 5, PREPARE = 6, READY = 7 };
 
 typedef struct {
     uint32_t kind, argument; /* OUT: where to; IN: 1 into the reserve; ROOM: 1: try again */
     Moved moved;             /* of MOVED; NEED has num_bytes, and in copy_ns how much could move */
 } Message;
 
-_Static_assert(sizeof(Message) == 40, "a message has 40 bytes");
+_Static_assert(sizeof(Message) == 48, "a message has 48 bytes");
 
 static pthread_mutex_t room_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t room_told = PTHREAD_COND_INITIALIZER;
@@ -45,8 +45,8 @@ static int say(Message *message) {
     return said;
 }
 
-void tell_ready(uint64_t num_bytes) {
-    Message message = {READY, 0, {.num_bytes = num_bytes}};
+void tell_ready(uint64_t num_bytes, uint64_t fresh_bytes) {
+    Message message = {READY, 0, {.num_bytes = num_bytes, .fresh_bytes = fresh_bytes}};
     if (state.socket_fd >= 0) say(&message);
 }
 
@@ -66,12 +66,8 @@ static void *serve(void *unused) {
             tell_room(message.argument == 1);
             continue;
         }
-        if (message.kind == DROP) {
-            drop_if_unused();
-            continue;
-        }
         if (message.kind == PREPARE) {
-            prepare(message.moved.num_bytes, (int)message.argument);
+            prepare((int)message.argument);
             continue;
         }
         Message reply = {MOVED, message.kind, {0}};

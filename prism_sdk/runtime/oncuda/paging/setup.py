@@ -12,14 +12,17 @@ from pathlib import Path
 
 from prism_sdk.errors import UnsupportedError, UsageError
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
+from prism_sdk.runtime.gauges import host_memory
 from prism_sdk.runtime.oncuda.paging.ahead import AHEAD_BYTES
 from prism_sdk.runtime.oncuda.paging.build import compiled_library
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.oncuda.usage import others_of
 from prism_sdk.runtime.ranks import PagingSpec
 
 __all__ = ["PagingPlan", "plan_paging"]
 
+_UNKNOWN_BYTES = 1 << 40  # where the host does not tell how much it has
 _RESERVE_BYTES = 3 << 29  # left free for what is allocated past the library: contexts, kernels, workspaces
 
 
@@ -68,12 +71,13 @@ def plan_paging(
     if others == {}:
         report("--device-memory: what NCCL takes of it is not in the graph; allow for it in the size, or calibrate "
                "with -O transfers=FILE of an observed run")  # fmt: skip
+    pool = HostPool(_pool_bytes(config) if can_move else 0)
     spec = PagingSpec(
-        limit, moves=can_move, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0, others_bytes=others,
-        disk=None if disk is None else disk.absolute(),
+        limit, moves=can_move, pool_fd=pool.fd, is_alone=is_alone, reserve_bytes=_RESERVE_BYTES if can_move else 0,
+        others_bytes=others, disk=None if disk is None else disk.absolute(),
     )  # fmt: skip
     moves = MoveOptions(
-        can_move=can_move, ahead_bytes=_ahead_bytes(config), host_bytes=config.parked_memory_bytes,
+        can_move=can_move, ahead_bytes=_ahead_bytes(config), host_bytes=config.parked_memory_bytes, pool=pool,
         has_disk=disk is not None, visible_devices=environ.get("CUDA_VISIBLE_DEVICES"),
     )  # fmt: skip
     return PagingPlan(spec, library, moves)
@@ -81,6 +85,14 @@ def plan_paging(
 
 def _ahead_bytes(config: LaunchConfig) -> int:
     return AHEAD_BYTES if config.parked_ahead_bytes is None else config.parked_ahead_bytes
+
+
+def _pool_bytes(config: LaunchConfig) -> int:
+    """The most that may be in use of it; how much the host has room for is looked at when it grows."""
+    if config.parked_memory_bytes is not None:
+        return config.parked_memory_bytes
+    memory = host_memory()
+    return _UNKNOWN_BYTES if memory is None else memory.total_bytes
 
 
 def _num_devices(environ: Mapping[str, str]) -> int:

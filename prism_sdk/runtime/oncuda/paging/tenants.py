@@ -6,13 +6,13 @@ Values only: pager.py decides.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from prism_sdk.runtime.oncuda.paging.links import DROP, Link, Message
+from prism_sdk.runtime.oncuda.paging.links import Link, Message
 
-__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tally", "Tenant", "Want", "give_back"]
+__all__ = ["IN_HOST_MEMORY", "ON_DISK", "RESIDENT", "Request", "Suspension", "Tally", "Tenant", "Want"]
 
 RESIDENT, IN_HOST_MEMORY, ON_DISK = 0, 1, 2
 
@@ -37,8 +37,6 @@ class Tenant:
     goes_to: int = IN_HOST_MEMORY  # where the next move takes it
     is_moving: bool = False
     is_suspended: bool = False  # the whole process is off the device, and what could not be moved with it
-    warm_bytes: int = 0  # host memory that it keeps for the next time it leaves
-    ahead_bytes: int = 0  # what of that was taken ahead, and has not been used yet
     kept_bytes: int = 0  # of that process on the device, beside what can be moved
     parked_as: int = 0  # when it parked, as a number that grows; 0: it is not parked
     ready_as: int = 0  # when it became ready to go on; 0: it waits
@@ -75,18 +73,6 @@ class Suspension:
     """What a device has free, asked of the machine; None: nobody can tell, and then nothing is suspended."""
 
 
-def give_back(tenants: Iterable[Tenant], num_bytes: int, *, room_bytes: int, spared: Tenant | None) -> bool:
-    """Whether the host has room, once others have given back what they keep for the next time they leave."""
-    for tenant in sorted(tenants, key=lambda one: -one.parked_as):  # who parked last leaves last
-        if num_bytes <= room_bytes:
-            break
-        if tenant.warm_bytes and tenant is not spared and tenant.link is not None:
-            tenant.link.send(DROP)
-            room_bytes, tenant.warm_bytes = room_bytes + tenant.warm_bytes, 0
-            tenant.ahead_bytes = 0
-    return num_bytes <= room_bytes
-
-
 @dataclass
 class Tally:
     """How much was moved, and how fast."""
@@ -96,7 +82,10 @@ class Tally:
     total_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
     copy_ns: dict[str, int] = field(default_factory=lambda: {"out": 0, "back": 0})
     num_suspended: int = 0
-    ahead_bytes: int = 0
+    fresh_bytes: int = 0  # host memory that the system handed out for moves, in them
+    ahead_bytes: int = 0  # and before them
+    reused_bytes: int = 0  # what went out into memory that was all there
+    reused_ns: int = 0
 
     def add(self, way: str, message: Message) -> None:
         """One more move, `out` or `back`."""
@@ -104,6 +93,10 @@ class Tally:
         self.moved_bytes[way] += message.num_bytes
         self.total_ns[way] += message.total_ns
         self.copy_ns[way] += message.copy_ns
+        self.fresh_bytes += message.fresh_bytes
+        if way == "out" and not message.fresh_bytes:
+            self.reused_bytes += message.num_bytes
+            self.reused_ns += message.total_ns
 
     def __str__(self) -> str:
         """`out 84.0 GB in 7 moves at 40.1 GB/s, back ...`; empty where nothing was moved."""
@@ -114,8 +107,12 @@ class Tally:
             for way, number in self.num_moves.items()
             if number
         ]
-        if self.ahead_bytes:
-            parts.append(f"host memory for {self.ahead_bytes / 1e9:.1f} GB taken ahead")
+        if fresh_bytes := self.fresh_bytes + self.ahead_bytes:
+            ahead = f", {self.ahead_bytes / 1e9:.1f} GB of it ahead" if self.ahead_bytes else ""
+            parts.append(f"{fresh_bytes / 1e9:.1f} GB of host memory taken{ahead}")
+        if self.reused_bytes:
+            speed = self.reused_bytes / max(self.reused_ns, 1)
+            parts.append(f"out into what was taken {self.reused_bytes / 1e9:.1f} GB at {speed:.1f} GB/s")
         if self.num_suspended:
             parts.append(f"whole processes {self.num_suspended} times")
         return ", ".join(parts)

@@ -170,7 +170,8 @@ def at_once(run: Run) -> bool:
     started = time.monotonic()
     run.start()
     run.finish()
-    print(f"   {run.what}: exit {run.code}, {time.monotonic() - started:.1f} s", flush=True)
+    step = f", step {run.step_ms:.2f} ms" if run.step_ms else ""
+    print(f"   {run.what}: exit {run.code}, {time.monotonic() - started:.1f} s{step}", flush=True)
     return run.code == 0
 
 

@@ -35,13 +35,12 @@ with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. 
    against pinned copies (54.5 GB/s).
 If less time is left, 1 and 2 come first; `observe`, `hold`, `graphs` ran before and changed little since.
 
-On one GPU, `probes switch limit hold moves graphs` ran in 480 s, and gpu_hold.py --backend=nccl operations fsdp2 ddp in
-110. What is left, each a call:
+On one GPU, `probes switch limit hold moves graphs` ran in 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp in 110,
+gpu_alone.py bytes in 310, eight in 110, limit in 60. What is left there, each a call:
 
-1. 590 s: ALONE_REPEATS=5 python3 benchmarks/gpu_alone.py fsdp2 ddp (260 s each: 75 s and five turns of four runs)
-2. 590 s: python3 benchmarks/gpu_alone.py bytes limit (about 350 and 90 s; all wheels), then eight (115 s)
-3. 300 s: python3 benchmarks/gpu_all.py observe calibrate, and why DDP's first buckets live longer over NCCL than under
-   Prism: torch.cuda.memory._record_memory_history in a plain run of gpu_table_job.py ddp, one rank
+1. 400 s: python3 benchmarks/gpu_alone.py bytes=1f1b,interleaved,zero3 shelf (100 s each; tensors of messages)
+2. 590 s: ALONE_REPEATS=3 python3 benchmarks/gpu_alone.py fsdp2 ddp (60 s and three turns of 50 s each)
+3. 300 s: python3 benchmarks/gpu_all.py observe calibrate
 
 Where eight GPUs are lent: python3 benchmarks/eight_gpus.py --jobs moe,dense,hsdp,1f1b, then a second call with
 --jobs tp,interleaved,ddp, 580 s each. Files that come back: eight_gpus.json, eight_gpus.md, traces.tar.

@@ -28,7 +28,7 @@ from prism_sdk.runtime.oncuda.filling import fill_alone
 from prism_sdk.runtime.oncuda.held import HeldOperations
 from prism_sdk.runtime.oncuda.order import HostOrder, device_of, order_of
 from prism_sdk.runtime.oncuda.scratch import results_of
-from prism_sdk.runtime.oncuda.shelf import Kept, Shelf
+from prism_sdk.runtime.oncuda.shelf import Kept, Shelf, forget_message
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.record import Conversation, install_coalescing
@@ -154,8 +154,8 @@ class EmulateSeam(Seam):
         if one.sources:
             self.pool.announce(one.first_item + moved)
         carriage = self.session.carry(CarriedOperation(call, one, handle, self._recorded_own(one, moved)))
-        if kept and call.op is Op.SEND and carriage is None:
-            self._shelf.sent(call, kept)
+        if call.op is Op.SEND and carriage is None:
+            forget_message(call)
         work = PrismWork(
             self._completer(call, one, moved, unit, posted, handle, seq, carriage, order, kept),
             self._poller(handle, carriage), order.results,
@@ -194,6 +194,7 @@ class EmulateSeam(Seam):
         if work.kept:
             operation.scratch = []
             call.forget_tensors()
+        forget_message(call)
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work

@@ -30,7 +30,7 @@ from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
 from prism_sdk.runtime.oncuda.footprint import FootprintReporter
 from prism_sdk.runtime.oncuda.order import order_of
-from prism_sdk.runtime.oncuda.shelf import Shelf
+from prism_sdk.runtime.oncuda.shelf import Shelf, forget_message
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
@@ -188,8 +188,8 @@ class RecordSeam(Seam):
         kept = self._shelf.add(call, order.scratch)
         if call.op is not Op.RECV:
             self._post(call, key, unit, keeps)
-        if kept and call.op is Op.SEND:
-            self._shelf.sent(call, kept)
+        if call.op is Op.SEND:  # its bytes are on their way
+            forget_message(call)
         handle: PrismWork | None = None
 
         def complete(timeout: timedelta | None) -> None:

@@ -201,6 +201,8 @@ class StreamHold:
                 place_scratch(call, scratch)
             arrived = fill.record_event()
         stream.wait_event(arrived)
+        if call.is_p2p:  # as NCCL's backend does, which holds no tensor of a message
+            let_streams_use(call, stream, fill)
         if joint is not None and self._joining is not None:
             with torch.cuda.stream(stream):
                 self._joining.join(joint, call, stream)
@@ -344,6 +346,13 @@ class StreamHold:
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,
             **({} if self._joining is None else self._joining.summary()),
         }  # fmt: skip
+
+
+def let_streams_use(call: Call, *streams: Any) -> None:
+    """Have torch's allocator hand a call's memory out again only once these streams have passed its last use."""
+    for tensor in (*call.contribution, *call.outputs):
+        for stream in streams if tensor.is_cuda else ():
+            tensor.record_stream(stream)
 
 
 class _DeviceCopier:

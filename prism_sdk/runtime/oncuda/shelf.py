@@ -5,7 +5,8 @@ Responsible for when they are let go of; who waits for what is work.py's.
 As of torch 2.9 to 2.14 (ProcessGroupNCCL): an asynchronous operation holds its inputs and outputs until its *handle* is
 waited for.  Who waits for its future only, as DDP does, leaves them to the backend's watchdog.  That looks every 100 ms
 for operations that are done; the next operation of the same group then lets go of what it has seen.
-`benchmarks/gpu_alone.py shelf` shows it.
+`benchmarks/gpu_alone.py shelf` shows it.  Tensors of messages it does not hold: it tells the allocator which stream
+uses them (`record_stream`).
 """
 
 from __future__ import annotations
@@ -56,11 +57,6 @@ class Shelf:
         for one in kept:
             one.ended = lambda: now
 
-    def sent(self, call: Call, kept: Sequence[Kept]) -> None:
-        """A message is on its way, though nobody may ever wait for its handle."""
-        self.brought(kept)
-        call.forget_tensors()
-
     def add(
         self, call: Call, scratch: Sequence[torch.Tensor] = (), *, ended: Callable[[], int | None] | None = None
     ) -> tuple[Kept, ...]:
@@ -73,8 +69,8 @@ class Shelf:
         """
         if not uses_nccl(call.group.backend):
             return ()
-        tensors = [one for one in (*call.contribution, *call.outputs, *scratch) if one.device.type == DEVICE_TYPE]
-        new = (Kept(tensors, ended),) if tensors and call.is_async else ()
+        tensors = [*_on_device(call), *scratch]
+        new = (Kept(tensors, ended),) if tensors and call.is_async and not call.is_p2p else ()
         group_id = call.group.group_id
         with self._lock:
             now, known = self.now(), self._kept.get(group_id, ())
@@ -87,6 +83,16 @@ class Shelf:
         """A group was destroyed."""
         for one in self._kept.pop(group_id, ()):
             one.drop()
+
+
+def forget_message(call: Call) -> None:
+    """Over NCCL nobody but the program holds the tensor of a message, even while it is on its way."""
+    if call.is_p2p and uses_nccl(call.group.backend) and _on_device(call):
+        call.forget_tensors()
+
+
+def _on_device(call: Call) -> list[torch.Tensor]:
+    return [one for one in (*call.contribution, *call.outputs) if one.device.type == DEVICE_TYPE]
 
 
 def _is_seen(kept: Kept, now_ns: int) -> bool:

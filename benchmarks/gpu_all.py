@@ -35,8 +35,8 @@ with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. 
    against pinned copies (54.5 GB/s).
 If less time is left, 1 and 2 come first; `observe`, `hold`, `graphs` ran before and changed little since.
 
-On one GPU, `probes switch limit hold moves graphs` ran in 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp in 110,
-gpu_alone.py bytes in 310, eight in 110, limit in 60. What is left there, each a call:
+On one GPU, `probes switch limit hold moves graphs` took 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp 110,
+gpu_alone.py bytes 310, eight 110, limit 60. What is left there, each a call:
 
 1. 400 s: python3 benchmarks/gpu_alone.py bytes=1f1b,interleaved,zero3 shelf (100 s each; tensors of messages)
 2. 590 s: ALONE_REPEATS=3 python3 benchmarks/gpu_alone.py fsdp2 ddp (60 s and three turns of 50 s each)

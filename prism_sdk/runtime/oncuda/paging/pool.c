@@ -26,6 +26,7 @@
 #define MADV_COLLAPSE 25 /* Linux 6.1 */
 #endif
 #define BLOCK ((size_t)2 << 20) /* a huge page; as in hostpool.py */
+#define SMALL_PAGE 4096
 #define MOST_THREADS 8
 
 typedef struct { /* the start of the file, as hostpool.py writes it; behind it `num_blocks` of `owners` and of `is_there` */
@@ -85,7 +86,8 @@ static size_t have(size_t index) {
         (void)*(volatile unsigned char *)at;
         madvise(at, BLOCK, MADV_COLLAPSE);
     }
-    madvise(at, BLOCK, MADV_POPULATE_READ); /* an old system maps it as it is copied to */
+    if (madvise(at, BLOCK, MADV_POPULATE_READ) && errno == EINVAL) /* an old system: page by page */
+        for (size_t i = 0; i < BLOCK; i += SMALL_PAGE) (void)*(volatile unsigned char *)(at + i);
     is_there[index] = is_mapped[index] = 1;
     return is_new ? BLOCK : 0;
 }

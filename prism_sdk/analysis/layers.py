@@ -72,8 +72,11 @@ def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tupl
     keys = list(range(len(job.ranks))) if has_own else job.place.tolist()
     ranks = job.ranks if has_own else job.graph.ranks
     places = dict(zip(keys, job.place.tolist(), strict=True))
-    rows_of = {key: _names(source, job, place, ranks[key], steps, column) for key, place in places.items()}
-    if not any(len(names.values) for _, names in rows_of.values()):
+
+    def names(key: int) -> tuple[Int64Array, DictionaryColumn[str]]:
+        return _names(source, job, places[key], ranks[key], steps, column)
+
+    if not any(len(names(key)[1].values) for key in places):
         return ()
     found: dict[str | None, list[npt.NDArray[np.float64]]] = {}
     known: dict[int, dict[str | None, npt.NDArray[np.float64]]] = {}
@@ -90,7 +93,7 @@ def layer_costs(source: TraceReader, job: Job, *, column: str = _COLUMN) -> tupl
             continue
         step_ns += length_ns
         if key not in known:
-            known[key] = _of_rank(job, *rows_of[key], steady)
+            known[key] = _of_rank(job, *names(key), steady)
         for layer, cost in known[key].items():
             found.setdefault(layer, []).append(cost)
     if not found.keys() - {None}:

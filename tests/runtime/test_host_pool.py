@@ -94,6 +94,25 @@ def test_what_is_given_back_is_the_systems_again() -> None:
         assert pool._map[start : start + 3 * BLOCK_BYTES] == b"x" * (3 * BLOCK_BYTES)
 
 
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_FSIZE"])
+def test_a_limit_of_the_shell_that_is_too_low_is_named(limit: str) -> None:
+    code = f"""
+import os, resource
+from prism_sdk.errors import RunError
+from prism_sdk.runtime.oncuda.paging.hostpool import HostPool
+resource.setrlimit(resource.{limit}, (1 << 34, 1 << 34))
+HostPool(1 << 30).close()
+before = os.listdir("/proc/self/fd")
+try:
+    HostPool(1 << 40)
+except RunError as error:
+    print(error.message, error.hint, os.listdir("/proc/self/fd") == before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "cannot be set up" in done.stdout and "ulimit -v" in done.stdout, done.stderr
+    assert done.stdout.endswith("True\n")
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ import os
 
 import numpy as np
 
+from prism_sdk.errors import RunError
+
 __all__ = ["BLOCK_BYTES", "HostPool"]
 
 BLOCK_BYTES = 2 << 20
@@ -28,6 +30,9 @@ class HostPool:
 
     Args:
         num_bytes: how large it may become; 0: there is none, and no file either.
+
+    Raises:
+        RunError: the system does not let it be so large.
     """
 
     def __init__(self, num_bytes: int = 0, *, block_bytes: int = BLOCK_BYTES) -> None:
@@ -35,10 +40,18 @@ class HostPool:
         self._data_offset = -(-(16 + 5 * num_blocks) // BLOCK_BYTES) * BLOCK_BYTES
         size = self._data_offset + num_blocks * block_bytes
         self.fd = os.memfd_create("prism-pool", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if num_blocks else -1
-        if num_blocks:
-            os.ftruncate(self.fd, size)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-        self._map = mmap.mmap(self.fd, size)
+        try:
+            if num_blocks:
+                os.ftruncate(self.fd, size)
+                fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, size)
+        except OSError as error:
+            if self.fd >= 0:
+                os.close(self.fd)
+            raise RunError(
+                f"the host memory for device memory of parked ranks cannot be set up: {error}",
+                hint="allow more address space (ulimit -v) and larger files (ulimit -f), or less: --parked-memory SIZE",
+            ) from error
         header = np.frombuffer(self._map, np.uint64, 2)
         header[:] = num_blocks, self._data_offset
         self._owners = np.frombuffer(self._map, np.int32, num_blocks, 16)  # rank + 1; 0: nobody's

@@ -42,9 +42,6 @@ class Place:
         """Whether it is an attribute of an object, and not of a module or class."""
         return not self.is_item and not isinstance(self.owner, ModuleType | type)
 
-    def is_same(self, other: Place) -> bool:
-        return self.owner is other.owner and self.key == other.key
-
     def own(self) -> Any:
         """What the owner has there itself; MISSING if it has nothing, or inherits it."""
         values = self.owner if self.is_item else vars(self.owner)

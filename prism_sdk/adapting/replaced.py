@@ -44,10 +44,7 @@ class Wrapped:
         """A call begins, with an object to remember if it is that of a class."""
         self.has_met = True
         if arguments and isinstance(self.place.owner, type):
-            try:
-                self.first = weakref.ref(arguments[0])
-            except TypeError:
-                self.first = _nothing
+            self.first = _weakly(arguments[0])
 
     def num_beside(self) -> int:
         """How often those beside it were entered."""
@@ -55,21 +52,36 @@ class Wrapped:
 
 
 class _Replacement:
-    """What stands in the place of a wrapped function, or before it."""
+    """What stands in the place of a wrapped function, or before it.
+
+    An object, and what it has, it lets go of: a model that the program drops takes its memory along.
+    """
 
     def __init__(self, wrapped: Wrapped, place: Place, value: Any) -> None:
-        self.wrapped, self.place, self.value = wrapped, place, value
+        inside = innermost(value)
+        hold = _weakly if place.is_of_object else _firmly
+        self.wrapped, self.key = wrapped, place.key
+        self._owner, self._inside = hold(place.owner), hold(inside)
+        self._code = inside.__code__ if type(inside) is FunctionType else None
         self.overrides = _is_below(place.owner, wrapped.place.owner)
+        self.described = _described(wrapped, place, inside, overrides=self.overrides)
+        """What has happened, and what to do."""
+        self.restore: Callable[[], None] = _nothing
         self.witness: Any = None
         self.is_watched = False
         self.num_calls = self.num_passed_on = 0
         self.entered_before, self.beside_before = wrapped.num_entered, wrapped.num_beside()
         self.is_judged = False
 
-    def watch(self) -> None:
+    def watch(self, place: Place, value: Any) -> None:
         """Count its calls, and those that come to ours."""
-        self.witness = around_function(self.value, self._witness)
-        self.place.put(self.witness)
+
+        def restore() -> None:
+            if place.own() is self.witness:
+                place.put(value)
+
+        self.witness, self.restore = around_function(value, self._witness), restore
+        place.put(self.witness)
         self.is_watched = True
 
     def _witness(self, function: Any) -> Any:
@@ -89,14 +101,13 @@ class _Replacement:
         compiler.pass_by(witness)
         return witness
 
-    def restore(self) -> None:
-        if self.witness is not None and self.place.own() is self.witness:
-            self.place.put(self.value)
+    def is_at(self, place: Place) -> bool:
+        return self._owner() is place.owner and self.key == place.key
 
     def is_known(self, value: Any) -> bool:
         """Whether it is this that stands there; a closure that is made anew each time is the same."""
-        inside, known = innermost(value), innermost(self.value)
-        return inside is known or (type(inside) is type(known) is FunctionType and inside.__code__ is known.__code__)
+        inside = innermost(value)
+        return inside is self._inside() or (type(inside) is FunctionType and inside.__code__ is self._code)
 
     def passes_on(self) -> bool:
         """Whether ours was entered, through it if there are others of its kind."""
@@ -108,29 +119,28 @@ class _Replacement:
             return self.num_calls > 0
         return self.wrapped.num_beside() > self.beside_before
 
-    def described(self) -> str:
-        """What has happened, and what to do."""
-        hook, key = self.wrapped.hook, self.place.key
-        if self.overrides:
-            owner = self.place.owner
-            found = f"{owner.__module__}.{owner.__qualname__}.{key} overrides it and does not call it"
-            advice = f"let it call super().{key}"
-        else:
-            inside = innermost(self.value)
-            found = _name_of(inside)
-            if inside is self.wrapped.function:
-                found = "the function that Prism has wrapped"
-            elif found == f"{hook.module}.{hook.attribute}":
-                code = getattr(inside, "__code__", None)
-                at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-                found = f"another function of this name{at}"
-            where = "an attribute of the object" if self.place.is_of_object else "in its place"
-            found = f"{found} is {where} now and does not call it"
-            advice = "call the function that stood there before"
-        return (
-            f"hook {hook.module}.{hook.attribute} is left out: {found}, so that what it does has no names. "
-            f"To have them, {advice}, or write an adapter that names the new one"
-        )
+
+def _described(wrapped: Wrapped, place: Place, inside: Any, *, overrides: bool) -> str:
+    hook, key = wrapped.hook, place.key
+    if overrides:
+        owner = place.owner
+        found = f"{owner.__module__}.{owner.__qualname__}.{key} overrides it and does not call it"
+        advice = f"let it call super().{key}"
+    else:
+        found = _name_of(inside)
+        if inside is wrapped.function:
+            found = "the function that Prism has wrapped"
+        elif found == f"{hook.module}.{hook.attribute}":
+            code = getattr(inside, "__code__", None)
+            at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
+            found = f"another function of this name{at}"
+        where = "an attribute of the object" if place.is_of_object else "in its place"
+        found = f"{found} is {where} now and does not call it"
+        advice = "call the function that stood there before"
+    return (
+        f"hook {hook.module}.{hook.attribute} is left out: {found}, so that what it does has no names. "
+        f"To have them, {advice}, or write an adapter that names the new one"
+    )
 
 
 class Replacements:
@@ -188,14 +198,14 @@ class Replacements:
         value = place.own()
         if value is MISSING or wrapped.is_compiled or is_around(value, wrapped.wrapper):
             return
-        known = [one for one in self._found if one.wrapped is wrapped and one.place.is_same(place)]
+        known = [one for one in self._found if one.wrapped is wrapped and one.is_at(place)]
         again = next((one for one in known if one.is_known(value)), None)
         if again is not None and not is_around(value, again.witness):
             again.is_watched = False  # comes and goes, as by a context manager: nothing of ours lasts there
         if again is None and len(known) < _MOST_AT_A_PLACE:
             found = _Replacement(wrapped, place, value)
             if _can_be_watched(value, place):
-                found.watch()
+                found.watch(place, value)
             self._found.append(found)
 
     def close(self) -> None:
@@ -213,7 +223,7 @@ class Replacements:
                 one.is_judged = True
             elif one.is_used():
                 one.is_judged = True
-                self._namer.lower(one.described())
+                self._namer.lower(one.described)
 
 
 def look_like(wrapper: Any, function: Any) -> None:
@@ -281,3 +291,14 @@ def _name_of(value: Any) -> str:
 
 def _nothing() -> None:
     return None
+
+
+def _firmly(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return _nothing

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,23 @@ def test_an_attribute_of_the_object(run: Run, is_second: bool) -> None:
     (reason,) = run.train(lambda: layer.forward(1), lambda: layer.backward(1))
     assert "Layer.forward is left out" in reason and "an attribute of the object" in reason
     assert "step" not in vars(layer) and layer.forward(7) == 7
+
+
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_an_object_that_the_program_drops_is_gone(run: Run, is_judged: bool) -> None:
+    layer = run.module.Layer()
+    layer.backward(1)
+    layer.forward = lambda x, layer=layer: layer
+    known = weakref.ref(layer)
+    for _ in range(4):
+        layer.forward(1)
+        if is_judged:
+            layer.backward(1)
+        run.step()
+    assert len(run.namer.reasons) == is_judged
+    del layer
+    gc.collect()
+    assert known() is None
 
 
 def test_what_has_a_life_of_its_own_is_not_touched(run: Run) -> None:

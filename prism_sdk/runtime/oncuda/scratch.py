@@ -3,8 +3,8 @@
 Responsible for sizes and lifetimes; when they are made and let go is order.py's.
 
 As of torch 2.9 to 2.14 (ProcessGroupNCCL): gathering into a list of equal tensors and scattering from one go through
-one tensor that holds the list, and a barrier reduces one element.  An asynchronous operation keeps these, its inputs
-and its outputs until it is waited for.
+one tensor that holds the list, and a barrier reduces one element.  Those of an asynchronous operation stay for as long
+as its inputs and outputs (shelf.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from prismtrace.model import Op
 
 
 def nccl_scratch(call: Call, device: torch.device) -> list[torch.Tensor]:
-    """What NCCL's backend would allocate on `device` for `call`; to be held until the call's work is waited for."""
+    """What NCCL's backend would allocate on `device` for `call`; to be held with its tensors."""
     if not uses_nccl(call.group.backend):
         return []
     if call.op is Op.BARRIER:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
 
+from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.oncuda import shelf
+from prismtrace import Op
 from tests.runtime.conftest import Bench
 from tests.runtime.laboratory import made_up_times
 
@@ -43,3 +49,26 @@ def test_tensors_that_were_not_waited_for_by_their_handle_stay_as_over_nccl(
     emulated = bench.run("emulate", JOB, "--graph", str(graph), "-o", str(bench.folder / "emulated.prism"))
     assert emulated.code == 0, emulated.err
     assert held(emulated.out) == AS_NCCL
+
+
+def test_what_ends_with_a_tensor_may_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf, "DEVICE_TYPE", "cpu")
+    kept, found = shelf.Shelf(), list[int]()
+    group = GroupState("g", (0, 1), 0, "nccl", "", 7)
+
+    def ask(tensor: torch.Tensor | None = None) -> None:
+        given = [] if tensor is None else [tensor]
+        call = Call(Op.ALL_REDUCE, group, lambda: None, contribution=given)
+        found.append(len(kept.add(call, ended=lambda: kept.now() - 2 * shelf.SEEN_NS)))
+
+    def program() -> None:
+        tensor = torch.ones(3)
+        weakref.finalize(tensor, ask)
+        ask(tensor)
+        del tensor
+        ask()
+
+    thread = threading.Thread(target=program, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [1, 0, 0]

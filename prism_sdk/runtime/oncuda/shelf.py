@@ -43,7 +43,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._kept: dict[int, list[Kept]] = {}  # by group
-        self._lock = threading.Lock()  # threads of a program may communicate
+        self._lock = threading.RLock()  # threads of a program may communicate, and so may what ends with a tensor
         self._paused_ns = 0
 
     def now(self) -> int:

@@ -80,9 +80,10 @@ class Shelf:
         return new
 
     def forget(self, group_id: int) -> None:
-        """A group was destroyed."""
-        for one in self._kept.pop(group_id, ()):
-            one.drop()
+        """A group was destroyed: what is done is let go of; what is under way stays, for nobody will ask for more."""
+        with self._lock:
+            now = self.now() + SEEN_NS
+            self._kept[group_id] = [one for one in self._kept.get(group_id, ()) if one.tensors and not _is_seen(one, now)]
 
 
 def forget_message(call: Call) -> None:

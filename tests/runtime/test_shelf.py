@@ -78,7 +78,8 @@ def test_a_destroyed_group_lets_go_of_what_is_done_alone(monkeypatch: pytest.Mon
     monkeypatch.setattr(shelf, "DEVICE_TYPE", "cpu")
     place = shelf.Shelf()
     done, running = (torch.ones(4) for _ in range(2))
-    place.add(Call(Op.ALL_REDUCE, GROUP, lambda: None, contribution=[done]), ended=place.now)
+    just_now = place.now()
+    place.add(Call(Op.ALL_REDUCE, GROUP, lambda: None, contribution=[done]), ended=lambda: just_now)
     (under_way,) = place.add(Call(Op.ALL_REDUCE, GROUP, lambda: None, contribution=[running]), ended=lambda: None)
     gone, stays = weakref.ref(done), weakref.ref(running)
     del done, running

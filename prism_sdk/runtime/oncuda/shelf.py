@@ -83,7 +83,8 @@ class Shelf:
         """A group was destroyed: what is done is let go of; what is under way stays, for nobody will ask for more."""
         with self._lock:
             now = self.now() + SEEN_NS
-            self._kept[group_id] = [one for one in self._kept.get(group_id, ()) if one.tensors and not _is_seen(one, now)]
+            known = self._kept.get(group_id, ())
+            self._kept[group_id] = [one for one in known if one.tensors and not _is_seen(one, now)]
 
 
 def forget_message(call: Call) -> None:

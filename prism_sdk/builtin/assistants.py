@@ -36,11 +36,11 @@ def assistant(
     context: AssistContext, program: Sequence[str], facts: object, *, name: str, descriptors: Sequence[int],
     describe: Callable[[Mapping[str, Any]], str], environment: Mapping[str, str] | None = None,
 ) -> Iterator[None]:  # fmt: skip
-    """Run `python PROGRAM FACTS` from before the sandbox ranks start to after they have ended.
+    """Run `python PROGRAM FACTS PARENT` from before the sandbox ranks start to after they have ended.
 
     Args:
         context: the launcher's.
-        program: arguments of the interpreter, before the file with the pickled `facts`.
+        program: arguments of the interpreter, before the file with the pickled `facts` and this process's id.
         facts: what the process is told.
         name: what to call it where it ends too early.
         descriptors: open files that it inherits.
@@ -51,7 +51,7 @@ def assistant(
     path = context.work_dir / "assistant"
     path.write_bytes(pickle.dumps(facts))
     process = subprocess.Popen(
-        [sys.executable, *program, str(path)], pass_fds=[*descriptors], start_new_session=True,
+        [sys.executable, *program, str(path), str(os.getpid())], pass_fds=[*descriptors], start_new_session=True,
         env={**(environment or {}), **os.environ},
     )  # fmt: skip
     context.watch(process, name)

@@ -327,7 +327,7 @@ def _steps(reader: TraceReader, rank: int, ends: Mapping[int, tuple[np.ndarray, 
 
 
 def _progress(one: CalibrationPass) -> str:
-    change = "" if one.change_percent is None else f", change {one.change_percent:.2f} %"
+    change = "" if one.change_percent is None else f", steps changed by up to {one.change_percent:.2f} %"
     return f"pass {one.index + 1}: step {one.predicted_step_ns / 1e6:.3f} ms{change}"
 
 

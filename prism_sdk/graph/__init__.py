@@ -26,6 +26,7 @@ from prism_sdk.graph.calibrate import (
 )
 from prism_sdk.graph.compare import Comparison, compare_traces
 from prism_sdk.graph.errors import (
+    BareGraphError,
     GraphDeadlockError,
     GraphError,
     InconsistentUnitError,
@@ -39,6 +40,7 @@ from prism_sdk.graph.statistics import Interval, bootstrap_interval
 from prism_sdk.graph.timing import Schedule, Timing, schedule
 
 __all__ = [
+    "BareGraphError",
     "BoundaryPlan",
     "Calibration",
     "Comparison",

@@ -8,15 +8,17 @@ It does not describe faults of a file (``prismtrace`` does) nor of a running pro
         ├── InconsistentUnitError   members of one operation disagree (operation, dtype, counts, root)
         ├── GraphDeadlockError      the order of the units is cyclic
         └── MissingTimingError      a duration that the calculation needs is absent or negative
+            └── BareGraphError      of a bare graph, whose times mean nothing
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prism_sdk.errors import PrismError
+from prism_sdk.errors import ExitCode, PrismError
 
-__all__ = ["GraphDeadlockError", "GraphError", "InconsistentUnitError", "MissingTimingError", "UnmatchedUnitError"]
+__all__ = ["BareGraphError", "GraphDeadlockError", "GraphError", "InconsistentUnitError", "MissingTimingError",
+           "UnmatchedUnitError"]  # fmt: skip
 
 
 class GraphError(PrismError):
@@ -42,3 +44,9 @@ class GraphDeadlockError(GraphError):
 
 class MissingTimingError(GraphError):
     """A duration that the calculation needs is absent or negative; it is never replaced by a guess."""
+
+
+class BareGraphError(MissingTimingError):
+    """A bare graph, whose times mean nothing, was given where times are needed."""
+
+    exit_code = ExitCode.USAGE

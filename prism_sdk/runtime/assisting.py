@@ -47,9 +47,9 @@ def listen(channels: Sequence[Channel], heard: Callable[[tuple[Any, ...]], None]
 
 
 def run(argv: Sequence[str], make: Callable[[Any], Assisting]) -> int:
-    """Be an assistant process: `argv` names the file with its facts, beside which its summary is left at the end."""
+    """Be an assistant: `argv` is the file with its facts, beside which it leaves a summary, and its parent's id."""
+    die_with_parent(int(argv[1]))
     facts = pickle.loads(Path(argv[0]).read_bytes())
-    die_with_parent()
     if facts.cpus:
         os.sched_setaffinity(0, facts.cpus)
     torch.set_num_threads(1)

@@ -330,12 +330,14 @@ def _assistants(
     The latter polls, so it has a CPU to itself where possible.
     """
     processes = []
+    parent_id = str(os.getpid())
     num_alone = len(facts.hold_fds) if len(cpus) > len(facts.hold_fds) else 0
     alone, cpus = cpus[len(cpus) - num_alone :], cpus[: len(cpus) - num_alone]
     try:
         for ring_fd, (rank, script) in zip(facts.ring_fds, scripts.items(), strict=True):
             save_sequence(work / f"sequence-{rank}", script.sequence)
-            arguments = [str(ring_fd), str(facts.graph), str(work / f"sequence-{rank}"), ",".join(map(str, cpus))]
+            paths = [str(facts.graph), str(work / f"sequence-{rank}")]
+            arguments = [parent_id, str(ring_fd), *paths, ",".join(map(str, cpus))]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "prism_sdk.runtime.prefetch", *arguments], pass_fds=[ring_fd],
@@ -344,7 +346,7 @@ def _assistants(
             )  # fmt: skip
         for position, (hold_fd, rank) in enumerate(zip(facts.hold_fds, scripts, strict=False)):
             cpu = str(alone[position]) if alone else ""
-            arguments = [str(hold_fd), str(facts.plan), str(rank), str(facts.board_fd), cpu]
+            arguments = [parent_id, str(hold_fd), str(facts.plan), str(rank), str(facts.board_fd), cpu]
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "prism_sdk.runtime.oncuda.releaser", *arguments], start_new_session=True,

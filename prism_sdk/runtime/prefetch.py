@@ -250,9 +250,9 @@ def load_sequence(path: Path) -> PayloadSequence:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Assistant process: ring descriptor, trace, sequence file, CPUs (comma separated, may be empty)."""
-    fd, trace, path, cpus = argv
-    die_with_parent()
+    """Assistant process: parent's id, ring descriptor, trace, sequence file, CPUs (comma separated, may be empty)."""
+    parent_id, fd, trace, path, cpus = argv
+    die_with_parent(int(parent_id))
     if cpus:
         os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     with prismtrace.TraceReader(trace) as reader:

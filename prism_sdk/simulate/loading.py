@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.errors import UsageError
-from prism_sdk.graph.errors import GraphError, MissingTimingError
+from prism_sdk.graph.errors import BareGraphError, GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.loader import Loader, RankColumns
@@ -178,7 +178,7 @@ def load(
         progress: is told how many ranks of how many are read.
 
     Raises:
-        MissingTimingError: a bare graph whose transfers nothing gives, or a duration is absent.
+        MissingTimingError: a duration is absent; `BareGraphError` of a bare graph whose transfers nothing gives.
         GraphError: or a subclass: ranks do not fit together.
     """
     if not isinstance(source, TraceReader):
@@ -188,9 +188,9 @@ def load(
     reader = source
     is_bare = reader.graph_kind is GraphKind.BARE
     if is_bare and transfers_needed:
-        raise MissingTimingError(f"{reader.path} is a bare graph: its times mean nothing",
-                                 hint="calibrate it first (prism calibrate), or observe it; with a cluster profile "
-                                      "(--cluster) computing takes what it took in the recording")  # fmt: skip
+        raise BareGraphError(f"{reader.path} is a bare graph: its times mean nothing",
+                             hint="calibrate it first (prism calibrate), or observe it; with a cluster profile "
+                                  "(--cluster) computing takes what it took in the recording")  # fmt: skip
     chosen = tuple(reader.ranks) if ranks is None else tuple(sorted(set(ranks)))
     unknown = sorted(set(chosen) - set(reader.ranks))
     if unknown:

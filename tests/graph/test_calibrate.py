@@ -88,6 +88,13 @@ def test_slices_of_one_rank_give_compute_and_keep_transfers() -> None:
     assert relative_change(both.timeline, both.timeline) == 0.0
 
 
+def test_a_first_step_that_never_settles_keeps_no_calibration_from_converging() -> None:
+    quick, slow = (schedule(_steps({0: [first, 100, 100], 1: [100] * 3}).graph()) for first in (100, 900))
+    assert relative_change(quick, slow) == 0.0
+    alone = [schedule(_steps({0: [first], 1: [100]}).graph()) for first in (100, 900)]
+    assert relative_change(*alone) == 800 / alone[1].end_of_job_ns
+
+
 def test_steps_seen_only_in_the_warm_up_use_it_and_others_stay_named() -> None:
     p = _steps({0: [100] * 4, 1: [130] * 4})
     p.rows[0].insert(1, {"kind": 1, "step": 0, "start_ns": 0, "end_ns": 40})

@@ -74,7 +74,7 @@ class Pool:
     def assistant(self) -> Iterator[subprocess.Popen[str]]:
         command = [sys.executable, "-m", "prism_sdk.runtime.prefetch"]
         process = subprocess.Popen(
-            [*command, str(self.fd), str(self.path), str(self.sequence_path), ""],
+            [*command, str(os.getpid()), str(self.fd), str(self.path), str(self.sequence_path), ""],
             pass_fds=[self.fd], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:

@@ -157,8 +157,8 @@ def test_the_process_releases_in_time(tmp_path: Path, shared: Shared) -> None:
     num = min(len(plan), 40)
     shared.rank.origin_ns = time.monotonic_ns()
     process = subprocess.Popen(
-        [sys.executable, "-m", "prism_sdk.runtime.oncuda.releaser", str(shared.fd), str(tmp_path / "plan"), str(rank),
-         "-1", ""], pass_fds=[shared.fd],
+        [sys.executable, "-m", "prism_sdk.runtime.oncuda.releaser", str(os.getpid()), str(shared.fd),
+         str(tmp_path / "plan"), str(rank), "-1", ""], pass_fds=[shared.fd],
     )  # fmt: skip
     try:
         until = time.monotonic() + 30

@@ -46,6 +46,18 @@ def test_a_sweep_goes_on_after_a_variant_that_cannot_be(tmp_path: Path, capsys: 
                                                  ["error", "hint", "variant"]]  # fmt: skip
 
 
+def test_a_bare_graph_is_told_how_to_get_times_for_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = random_program(3)
+    bare, timed = tmp_path / "bare.prism", tmp_path / "timed.prism"
+    write(bare, program.rows, program.groups, kind=GraphKind.BARE)
+    variant = ["--variant", "--cluster h100-sxm"]
+    assert run(["sweep", str(bare), *variant]) == 2
+    assert f"prism simulate {bare} --cluster NAME -o timed.prism" in capsys.readouterr().err
+    assert run(["simulate", str(bare)]) == 2
+    assert run(["simulate", str(bare), "--cluster", "h100-sxm", "-o", str(timed)]) == 0
+    assert run(["sweep", str(timed), *variant]) == 0
+
+
 class _Here:
     """In place of a cluster: does the tasks one after the other, as machines that share the folder would."""
 
@@ -79,6 +91,6 @@ def test_an_engine_goes_on_as_well_and_says_the_same(
         assert capsys.readouterr() == here
     bare = write(tmp_path / "bare.prism", random_program(1).rows, random_program(1).groups, kind=GraphKind.BARE)
     for more in ([], ["--engine", "ray"]):  # without the job as it is there is nothing to compare with
-        assert run(["sweep", str(bare), "--variant", "--no-gaps", *more]) == 1
+        assert run(["sweep", str(bare), "--variant", "--no-gaps", *more]) == 2
         assert "calibrate it first" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.sweep"))

@@ -39,6 +39,7 @@ def command(
         prism sweep graph.prism --variant '--slow rank=17:{1.1,1.3,1.5}'
         prism sweep graph.prism --variant 'today=--cluster a.toml' --variant 'new=--cluster b.toml --dp {32,64}'
     """
+    from prism_sdk.graph.errors import BareGraphError
     from prism_sdk.simulate import Scenario
 
     if not variants:
@@ -47,7 +48,12 @@ def command(
         raise UsageError("--address is that of an engine's cluster: give --engine ray too")
     chosen = None if steps is None else steps.as_range()
     named = [("as it is", Scenario()), *expand_variants(variants)]
-    results = _reports(file, named, chosen, engine=engine, address=address)
+    try:
+        results = _reports(file, named, chosen, engine=engine, address=address)
+    except BareGraphError as error:  # variants with a cluster profile have times, but nothing to be compared with
+        error.hint = (f"calibrate it first (prism calibrate), or sweep what `prism simulate {file} --cluster NAME -o "
+                      "timed.prism` writes")  # fmt: skip
+        raise
     refused = [(name, result) for (name, _), result in zip(named, results, strict=True)
                if isinstance(result, PrismError)]  # fmt: skip
     named = [one for one, result in zip(named, results, strict=True) if not isinstance(result, PrismError)]

@@ -188,9 +188,10 @@ class Releaser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Arguments: table's descriptor, plan, rank, board's descriptor or -1, CPUs (comma separated, may be empty)."""
-    table_fd, plan_path, rank, board_fd, cpus = argv
-    die_with_parent()
+    """Arguments: parent's id, table's descriptor, plan, rank, board's descriptor or -1, CPUs (with commas)."""
+    parent_id, table_fd, plan_path, rank, board_fd, cpus = argv
+    parent = int(parent_id)
+    die_with_parent(parent)
     if cpus:
         os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
     with contextlib.suppress(OSError):  # needs a privilege
@@ -207,7 +208,6 @@ def main(argv: Sequence[str]) -> int:
 
     gc.disable()
     gc.freeze()
-    parent = os.getppid()
     table.set_ready()
     while not table.issued and not table.is_closed and os.getppid() == parent:
         time.sleep(10 * _IDLE_S)

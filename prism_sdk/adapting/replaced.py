@@ -111,7 +111,13 @@ class _Replacement:
     def described(self) -> str:
         """What has happened, and what to do."""
         hook, key = self.wrapped.hook, self.place.key
-        if self.overrides:
+        what, lost = f"hook {hook.module}.{hook.attribute} is", "what it does has no names"
+        if hook.option is not None:
+            lost = f"{hook.option} does nothing there"
+        if self.place.is_item and self.place.owner is not self.wrapped.place.owner:
+            what = f"hooks in {hook.module}.{hook.attribute.partition('[')[0]} are"  # said once for all of them
+            found, advice = "another mapping is in its place now", "put into it what the mapping before has"
+        elif self.overrides:
             owner = self.place.owner
             found = f"{owner.__module__}.{owner.__qualname__}.{key} overrides it and does not call it"
             advice = f"let it call super().{key}"
@@ -128,8 +134,8 @@ class _Replacement:
             found = f"{found} is {where} now and does not call it"
             advice = "call the function that stood there before"
         return (
-            f"hook {hook.module}.{hook.attribute} is left out: {found}, so that what it does has no names. "
-            f"To have them, {advice}, or write an adapter that names the new one"
+            f"{what} left out: {found}, so that {lost}. "
+            f"To have it, {advice}, or write an adapter that names the new one"
         )
 
 

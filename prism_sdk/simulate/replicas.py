@@ -6,7 +6,6 @@ It changes no weights; transfers of groups that grew come from a cluster profile
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UsageError
+from prism_sdk.graph.facts import facts_of_copies
 from prism_sdk.simulate.job import Lanes, Programs, SimJob
 from prismtrace import Op, ProcessGroup
 
@@ -74,7 +74,7 @@ class DataParallel:
             origin_ns=job.origin_ns[old], stage=job.stage[old], memory_bytes=job.memory_bytes[old],
             scale=job.scale[old], chained=_chained(job, lanes), slowdowns={}, notes=(*job.notes, note),
             source_rows=None if job.source_rows is None else job.source_rows.copied(old),
-            metadata=_renumbered(job.metadata, job.ranks[old], old_group),
+            metadata=facts_of_copies(job.metadata, ranks=enumerate(job.ranks[old].tolist()), groups=old_group.items()),
         )  # fmt: skip
 
     def _wide_groups(self, job: SimJob) -> frozenset[int]:
@@ -210,24 +210,6 @@ def _components(job: SimJob, wide: frozenset[int]) -> list[Int64Array]:
     for position in range(job.num_ranks):
         parts.setdefault(find(position), []).append(position)
     return [np.array(part, dtype=np.int64) for part in sorted(parts.values())]
-
-
-def _renumbered(metadata: Mapping[str, str], old_rank: Int64Array, old_group: Mapping[int, int]) -> dict[str, str]:
-    """Metadata by the new ranks and groups; coordinates are left out, as replicas have others."""
-    found: dict[str, str] = {}
-    numbered: dict[tuple[str, int], dict[str, str]] = {}
-    for key, value in metadata.items():
-        parts = key.split(".", 2)
-        if len(parts) == 3 and parts[0] in ("rank", "group") and parts[1].isdigit():
-            numbered.setdefault((parts[0], int(parts[1])), {})[parts[2]] = value
-        else:
-            found[key] = value
-    for what, pairs in (("rank", enumerate(old_rank.tolist())), ("group", old_group.items())):
-        for new, old in pairs:
-            for name, value in numbered.get((what, old), {}).items():
-                if name != "coordinates":
-                    found[f"{what}.{new}.{name}"] = value
-    return found
 
 
 def _chained(job: SimJob, lanes: Lanes) -> npt.NDArray[np.uint8]:

@@ -24,7 +24,8 @@ from prism_sdk.simulate.recalled import Recalled
 from prismtrace import ABSENT, UnitKind
 
 __all__ = ["BEGINS_KEY", "CALIBRATED_COLUMNS", "FREE_OF", "FreeOf", "LEAD", "MEASURED", "PROVENANCE",
-           "UNKNOWN_TRANSFER", "begin_of", "calibrated_weights", "events_of", "find_rows", "observed_weights"]  # fmt: skip
+           "UNKNOWN_TRANSFER", "begin_of", "calibrated_weights", "events_of", "find_rows",
+           "observed_weights"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 MEASURED = 1

@@ -11,7 +11,7 @@ __all__ = ["facts_of_copies"]
 
 # what is said of what a rank does, and not of the process that did it (its counters), nor of where it is in the job
 _TRUE_OF_COPIES = {
-    "rank": ("adapters", "fidelity", "fidelity_reasons", "times", "begins_ns", "device_other_bytes"),
+    "rank": ("adapters", "fidelity", "fidelity_reasons", "times", "device_other_bytes"),
     "group": ("purpose",),
 }
 

@@ -42,7 +42,7 @@ def write_timeline(
     profile = "schedule-unit" if len(job.alone_ids) else "schedule-unit,replay"
     begins = zip(map(BEGINS_KEY.format, job.ranks.tolist()), job.origin_ns.tolist(), strict=True)
     facts = {**job.metadata, "profile": profile, **(metadata or {})}
-    facts = {key: value for key, value in facts.items() if not key.endswith(BEGINS_KEY[-10:])}
+    facts = {key: value for key, value in facts.items() if not key.endswith(BEGINS_KEY.removeprefix("rank.{}"))}
     facts |= {key: str(begin) for key, begin in begins if begin}
     with (
         atomic_output(os.fspath(output), overwrite=True) as temporary,

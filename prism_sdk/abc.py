@@ -183,6 +183,7 @@ class AdapterHook:
     ``Engine._MAP[ForwardPass]`` means the value of the mapping ``Engine._MAP`` whose key is, or is called, ForwardPass.
     Versions are those of the framework's distribution, both inclusive; absent means no bound. A hook that is missing
     although the version fits lowers the declared fidelity (``required``) or nothing; it never stops the training.
+    One that serves an ``option`` of adapters alone, such as ``moe_skew``, is left alone unless the user gave it.
     """
 
     module: str
@@ -190,6 +191,7 @@ class AdapterHook:
     required: bool = True
     min_version: str | None = None
     max_version: str | None = None
+    option: str | None = None
 
 
 class UnitNamer(Protocol):
@@ -283,6 +285,9 @@ class UnitNamer(Protocol):
 
     def option(self, name: str) -> str | None:
         """What the user asked of adapters, such as ``moe_skew``; asking says that this adapter does it."""
+
+    def is_given(self, option: str) -> bool:
+        """Whether the user asked that of adapters, which says nothing about who does it."""
 
     def lower(self, reason: str) -> None:
         """Declare that names are not complete; recorded in the trace and reported once."""

@@ -93,6 +93,8 @@ class _Patches:
 
     def _apply(self, one: Around) -> None:
         hook = one.hook
+        if hook.option is not None and not self._namer.is_given(hook.option):
+            return
         if self._version is None:
             self._version = version_of(self._distribution)
         if not version_in_bounds(self._version, hook):

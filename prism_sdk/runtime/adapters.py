@@ -319,6 +319,10 @@ class TracerNamer:
         self._naming.taken.add(name)
         return self._naming.options.get(name)
 
+    def is_given(self, option: str) -> bool:
+        """Whether the user asked that of adapters."""
+        return option in self._naming.options
+
     def lower(self, reason: str) -> None:
         """Declare that names are not complete."""
         reasons = self._naming.lowered.setdefault(self._adapter, [])

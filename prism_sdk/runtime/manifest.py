@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from prism_sdk.graph.errors import UnmatchedUnitError
 from prism_sdk.graph.plan import Stream
 from prism_sdk.pruning import COMBINED
 from prism_sdk.runtime.prefetch import Item, PayloadSequence
@@ -173,6 +174,10 @@ def _contributors(
     for rank in sandbox:
         table = reader.units(rank, columns=["kind", "op", "group_id", "peer"])
         kind, op, peer = np.asarray(table.kind), np.asarray(table.op), np.asarray(table.peer)
+        is_communication = (kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV)
+        if not set(np.unique(np.asarray(table.group_id)[is_communication]).tolist()) <= reader.groups.keys():
+            raise UnmatchedUnitError(f"{reader.path}: rank {rank} has communication that names no group: nobody knows "
+                                     "whom it meets", hint="record the job with Prism")  # fmt: skip
         given = (kind == UnitKind.COLLECTIVE) & ~np.isin(op, [int(o) for o in (*_REDUCTIONS, Op.BARRIER)])
         rooted = given & np.isin(op, [int(Op.BROADCAST), int(Op.SCATTER)])
         ranks.update(np.unique(peer[rooted | (kind == UnitKind.RECV)]).tolist())

@@ -22,17 +22,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from prismtrace import GraphKind, ProcessGroup
 
-__all__ = ["Lanes", "Links", "Programs", "SimJob", "Slowdown", "SourceRows"]
+__all__ = ["ALONE", "Lanes", "Links", "Programs", "SimJob", "Slowdown", "SourceRows"]
 
 Int64Array = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 UInt8Array = npt.NDArray[np.uint8]
+#: The backend of groups of one rank that stand for communication that does not say what it meets.
+ALONE = "prism.alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +205,11 @@ class SimJob:
         """Units by rank position."""
         sizes: Int64Array = np.diff(self.programs.offsets)[self.program]
         return sizes
+
+    @cached_property
+    def alone_ids(self) -> npt.NDArray[np.uint64]:
+        """The groups of communication that does not say what it meets: no trace has them."""
+        return np.array([one for one, group in self.groups.items() if group.backend == ALONE], dtype=np.uint64)
 
     def __len__(self) -> int:
         return int(self.sizes.sum())

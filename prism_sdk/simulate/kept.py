@@ -15,7 +15,7 @@ import numpy.typing as npt
 from prism_sdk.graph.shares import shared_anew
 from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
-from prism_sdk.simulate.weights import LEAD, PROVENANCE
+from prism_sdk.simulate.weights import FREE_OF, LEAD, PROVENANCE
 from prismtrace import ABSENT, ABSENT32, Op, TraceReader, UnitKind
 from prismtrace.rewriting import take
 from prismtrace.tables import Column, Table
@@ -23,7 +23,7 @@ from prismtrace.tables import Column, Table
 __all__ = ["kept_scalars", "kept_steps", "kept_units", "structure_of"]
 
 #: What is said of the run that was recorded, or is said anew.
-_OF_TIMES = frozenset({"start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE, "prism.issued_ns"})
+_OF_TIMES = frozenset({"start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE, FREE_OF, "prism.issued_ns"})
 _OF_VALUES = frozenset({"payload_in", "payload_out"})
 _OF_ORDER = frozenset({"prism.schedule"})
 _OF_A_STEP = frozenset({"loss", "num_losses", "cpu_time_ns"})
@@ -134,13 +134,17 @@ def structure_of(job: SimJob, position: int) -> dict[str, npt.NDArray[Any]]:
     bounds = p.bounds_of(program)
     step = np.repeat(p.bound_step[bounds], np.diff(p.bounds[bounds], prepend=0))
     op = np.where(kind == UnitKind.SEND, Op.SEND, np.where(kind == UnitKind.RECV, Op.RECV, p.op[rows]))
+    # communication that does not say what it meets is a collective to the simulation, also where it was a message
+    op = np.where((kind == UnitKind.COLLECTIVE) & ((op == Op.SEND) | (op == Op.RECV)), Op.UNSPECIFIED, op)
+    group_id = np.where(is_communication, of_lane(lanes.group_id), 0).astype(np.uint64)
+    meets = is_communication & ~np.isin(group_id, job.alone_ids)
     peer = np.where(kind == UnitKind.SEND, of_lane(lanes.destination), of_lane(lanes.source))
     return {
         "kind": kind, "phase": p.phase[rows],
         "op": op.astype(np.uint8),
         "step": step, "microbatch": p.microbatch[rows],
-        "group_id": np.where(is_communication, of_lane(lanes.group_id), 0).astype(np.uint64),
-        "seq": np.where(is_communication, of_lane(lanes.first_seq) + p.ordinal[rows], ABSENT),
+        "group_id": np.where(meets, group_id, 0),
+        "seq": np.where(meets, of_lane(lanes.first_seq) + p.ordinal[rows], ABSENT),
         "peer": np.where(is_message, peer, ABSENT32).astype(np.int32),
         "tag": np.where(is_message, of_lane(lanes.tag), ABSENT),
         "awaits": np.where(p.awaited[rows] >= 0, p.awaited[rows].astype(np.int64), ABSENT),

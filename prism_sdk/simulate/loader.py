@@ -17,16 +17,19 @@ from prism_sdk.bounds import MAX_BYTES
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
-from prism_sdk.simulate.job import Programs, SimJob
+from prism_sdk.simulate.job import ALONE, Programs, SimJob
 from prism_sdk.simulate.lanes import LaneTable, RankLanes
 from prism_sdk.simulate.memory import UNKNOWN_BYTES
 from prism_sdk.simulate.recalled import Recalled, fixed
 from prism_sdk.simulate.weights import (
     CALIBRATED_COLUMNS,
+    FREE_OF,
     MEASURED,
     PROVENANCE,
+    FreeOf,
     begin_of,
     calibrated_weights,
+    events_of,
     observed_weights,
 )  # fmt: skip
 from prism_sdk.wording import counted
@@ -102,6 +105,7 @@ class Loader:
         self._recalled = Recalled()
         self._alone: dict[int, ProcessGroup] = {}
         self._num_alone = 0
+        self._unchained: dict[int, Int64Array] = {}
         self._size = 0
         self._work: dict[str, Array] = {}
 
@@ -124,15 +128,17 @@ class Loader:
         return {name: array[:size] for name, array in self._work.items()}
 
     def add(
-        self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int,
+        self, rank: int, c: RankColumns, *, first_index: int, memory_peak_bytes: int, begins_ns: int = 0,
         weights: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:  # fmt: skip
         """Take up the units of one rank; columns are as ``recalled.fixed`` gives them.
 
-        ``weights``: main and side of its rows, of all ranks or of none; absent: those that the columns show.
+        ``begins_ns``: its host clock at the start, where times do not show it. ``weights``: main and side of its rows,
+        of all ranks or of none; absent: those that the columns show.
         """
-        if self.is_measured:
-            c = self._keyed(rank, c)
+        c = self._keyed(rank, c)
+        if len(unchained := self._recalled.of(_rows_unchained, c["kind"], c[FREE_OF])):
+            self._unchained[len(self._ranks)] = unchained
         arrays = [c[name] for name in _STRUCTURE]
         structure: _Structure | None = self._recalled.get(first_index, arrays)
         if structure is None or not structure.fits(c["group_id"], c["peer"]):
@@ -140,7 +146,7 @@ class Loader:
         self._lanes.add(rank, structure.lanes, c["group_id"], c["peer"])
         base = self._weigh(rank, c, first_index) if weights is None else self._keep(weights)
         memory = self._recalled.of(_memory_of, c["memory_bytes"])
-        origin = begin_of(c["kind"], c["start_ns"]) if self.is_measured else 0
+        origin = begin_of(c["kind"], c["start_ns"]) if self.is_measured else begins_ns
         self._ranks.append(rank)
         stage = self._recalled.of(_first_stage, c["stage"])
         memory = -1 if memory == UNKNOWN_BYTES else max(memory, memory_peak_bytes)
@@ -149,18 +155,24 @@ class Loader:
     def _keyed(self, rank: int, c: RankColumns) -> RankColumns:
         """Communication that does not say what it meets, as imported traces have it, meets nobody.
 
-        It becomes a sequence of its own, in a group of one rank, and takes what its times show.
+        It becomes a sequence of its own, in a group of one rank, and takes what its times show. In a calibrated graph
+        it must say that it waits for nobody.
         """
+        if not self.is_measured and not self._recalled.of(_has_any, c[FREE_OF]):
+            return c
         kind, seq = c["kind"], c["seq"]
         is_message = (kind == UnitKind.SEND) | (kind == UnitKind.RECV)
         lacks = ((kind == UnitKind.COLLECTIVE) | is_message) & (seq == ABSENT) | is_message & (c["peer"] == ABSENT32)
+        if not self.is_measured:
+            lacks &= (c[FREE_OF] & FreeOf.OTHERS) > 0
         if not lacks.any():
             return c
-        alone = ProcessGroup(group_id=_ALONE + rank, name="", description="", backend="", ranks=(rank,))
+        alone = ProcessGroup(group_id=_ALONE + rank, name="", description="", backend=ALONE, ranks=(rank,))
         self._alone[alone.group_id] = alone
         self._num_alone += int(lacks.sum())
         changed: dict[str, Any] = {"kind": UnitKind.COLLECTIVE, "group_id": alone.group_id, "seq": np.cumsum(lacks) - 1,
-                   "peer": ABSENT32, "num_elements_in": ABSENT, "num_elements_out": ABSENT}  # fmt: skip
+                   "peer": ABSENT32, "num_elements_in": ABSENT, "num_elements_out": ABSENT,
+                   FREE_OF: FreeOf.BEFORE}  # fmt: skip
         return {**c, **{name: fixed(np.where(lacks, value, c[name]), c[name].dtype.type)
                         for name, value in changed.items()}}  # fmt: skip
 
@@ -274,18 +286,19 @@ class Loader:
             source=self._source, graph_kind=self._graph_kind, world_size=reader.world_size,
             groups=groups, metadata=dict(reader.metadata), ranks=ranks, lanes=lanes,
             programs=_joined(self._parts, labels), program=by_rank[0], weight_base=by_rank[1],
-            origin_ns=by_rank[2], stage=by_rank[3],
+            origin_ns=by_rank[2] - by_rank[2].min(), stage=by_rank[3],
             memory_bytes=by_rank[4], main=_concatenated(self._main), side=_concatenated(self._side),
             chained=np.ones(max(lanes.num_collectives, 1), dtype=np.uint8),
             provenance=_concatenated(self._provenance, np.uint8), scale=np.ones(len(ranks), dtype=np.float64),
         )  # fmt: skip
-        if not self.is_measured:
-            return job
+        for at, rows in self._unchained.items():
+            event, row = events_of(job, at)
+            job.chained[event[np.isin(row, rows)]] = 0
         if self._num_alone:
             what = counted(self._num_alone, "communication unit", separator=",")
             job = replace(job, notes=(*job.notes, f"{what} without a peer or a sequence number: they wait for nobody"))
-        if not self._times:  # weights were given
-            return replace(job, origin_ns=job.origin_ns - int(job.origin_ns.min()))
+        if not self._times:  # weights are there
+            return job
         has_streams = any(reader.metadata.get(f"rank.{rank}.times") == "device" for rank in self._ranks)
         return observed_weights(job, self._times, has_streams=has_streams)
 
@@ -293,6 +306,14 @@ class Loader:
 def _memory_of(memory: Int64Array) -> int:
     """The most that a unit of a rank had; ``UNKNOWN_BYTES`` where it is not known any more, -1 where nobody looked."""
     return UNKNOWN_BYTES if bool((memory == UNKNOWN_BYTES).any()) else max(int(memory.max(initial=-1)), -1)
+
+
+def _has_any(column: npt.NDArray[np.uint8]) -> bool:
+    return bool(column.any())
+
+
+def _rows_unchained(kind: npt.NDArray[np.uint8], free_of: npt.NDArray[np.uint8]) -> Int64Array:
+    return np.flatnonzero((kind == UnitKind.COLLECTIVE) & ((free_of & FreeOf.BEFORE) > 0))
 
 
 def _first_stage(stage: npt.NDArray[np.int32]) -> int:

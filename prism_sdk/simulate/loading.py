@@ -22,7 +22,7 @@ from prism_sdk.graph.job import JobGraph
 from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.loader import Loader, RankColumns
 from prism_sdk.simulate.recalled import Recalled, fixed
-from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
+from prism_sdk.simulate.weights import BEGINS_KEY, FREE_OF, LEAD, PROVENANCE, find_rows
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, GraphKind, TableKind, TraceReader
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
@@ -40,13 +40,16 @@ COLUMNS: dict[str, type[np.generic]] = {
     "transfer_ns": np.int64, "gap_ns": np.int64, "microbatch": np.int32, "stage": np.int32, "memory_bytes": np.int64,
     "num_elements_in": np.int64, "num_elements_out": np.int64,
 }  # fmt: skip
-_NAMES = (*COLUMNS, PROVENANCE, LEAD)
-_TYPES: dict[str, type[np.generic]] = {**COLUMNS, PROVENANCE: np.uint8, LEAD: np.int64, "label": np.int32}
+_NAMES = (*COLUMNS, PROVENANCE, LEAD, FREE_OF)
+_TYPES: dict[str, type[np.generic]] = {
+    **COLUMNS, PROVENANCE: np.uint8, LEAD: np.int64, FREE_OF: np.uint8, "label": np.int32,
+}  # fmt: skip
 _SIZES = ("dtype", "num_elements_in", "num_elements_out", "microbatch")
 _MAIN, _SIDE, _ROW = "main", "side", "row"  # columns that a change moves along with the others
 _OF_RECORDING = "computing takes what it took in the recording, where ranks ran by turns: it is not calibrated"
 _ABSENT = {spec.name: spec.default for spec in MODEL_COLUMNS[TableKind.UNITS] if spec.name in COLUMNS}
 _MOST_DEFAULTS = 512
+_MOST_DIGITS = 18  # of 64 bits
 
 
 @contextmanager
@@ -106,7 +109,9 @@ class _Taker:
             if peak >= 0 and before >= 0 and after >= 0:  # of steps: it changes by as much as that of units
                 peak += after - before
             columns = {name: fixed(column, _TYPES[name]) for name, column in columns.items()}
-        loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak, weights=weights)
+        begins = self._reader.metadata.get(BEGINS_KEY.format(rank), "") if table.first_index == 0 else ""
+        loader.add(rank, columns, first_index=first_index, memory_peak_bytes=peak, weights=weights,
+                   begins_ns=int(begins) if begins.isdecimal() and len(begins) < _MOST_DIGITS else 0)  # fmt: skip
 
     def _keep_rows(self, rows: npt.NDArray[np.int64], memory: npt.NDArray[np.int64]) -> None:
         """Kept once for all ranks that have the same."""

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.simulate.job import ALONE
 from prism_sdk.simulate.kept import kept_scalars, kept_steps, kept_units, structure_of
 from prism_sdk.simulate.simulation import Timeline
-from prism_sdk.simulate.weights import LEAD, PROVENANCE, find_rows
+from prism_sdk.simulate.weights import BEGINS_KEY, FREE_OF, LEAD, PROVENANCE, FreeOf, events_of, find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, TraceReader, TraceWriter, UnitKind
 from prismtrace.rewriting import atomic_output
 
@@ -38,13 +39,16 @@ def write_timeline(
     """
     tell = progress or (lambda done, total: None)
     job = timeline.job
-    facts = {**job.metadata, "profile": "schedule-unit,replay", **(metadata or {})}
+    profile = "schedule-unit" if len(job.alone_ids) else "schedule-unit,replay"
+    begins = zip(map(BEGINS_KEY.format, job.ranks.tolist()), job.origin_ns.tolist(), strict=True)
+    facts = {**job.metadata, "profile": profile, **(metadata or {})}
+    facts = {key: value for key, value in facts.items() if not key.endswith(BEGINS_KEY.removeprefix("rank.{}"))}
+    facts |= {key: str(begin) for key, begin in begins if begin}
     with (
         atomic_output(os.fspath(output), overwrite=True) as temporary,
         TraceWriter(temporary, graph_kind=GraphKind.CALIBRATED, world_size=job.world_size, metadata=facts) as out,
     ):
-        for group in job.groups.values():
-            out.add_group(group)
+        out.add_groups(group for group in job.groups.values() if group.backend != ALONE)
         source = job.source_rows if keep_columns else None
         with TraceReader(job.source, allow_unfinished=True) if source is not None else nullcontext() as reader:
             for position in range(job.num_ranks):
@@ -66,20 +70,25 @@ def _times(timeline: Timeline, position: int) -> dict[str, npt.NDArray[Any]]:
     rows, weights = find_rows(job, position)
     times = timeline.times(position)
     kind = job.programs.kind[rows]
-    is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
+    event, talks = events_of(job, position)
     main, side = job.main[weights], job.side[weights]
-    transfer = np.where(is_compute, ABSENT, main)
+    transfer = np.where(kind == UnitKind.COMPUTE, ABSENT, main)
     if timeline.shared is not None:
         # what a transfer took with its links shared, so that the timeline gives itself again
-        counts = ~is_compute & ~is_wait & (kind != UnitKind.SEND) & (main >= 0)
-        lanes = job.lanes.event[job.lanes.offsets[position] : job.lanes.offsets[position + 1]]
-        event = lanes[job.programs.lane_of[rows][counts]] + job.programs.ordinal[rows][counts]
-        transfer[counts] = times.end_ns[counts] - timeline.arrival_ns[event]
-    # detached members keep their completion; in the graph it counts from the last arrival, which lies behind it
-    transfer[~is_compute & ~is_wait & (main < 0)] = 0
+        counts = (kind[talks] != UnitKind.SEND) & (main[talks] >= 0)
+        transfer[talks[counts]] = times.end_ns[talks[counts]] - timeline.arrival_ns[event[counts]]
+    # detached members keep their completion; for a reader that counts from the last arrival, it lies behind it
+    is_detached = main[talks] < 0
+    transfer[talks[is_detached]] = 0
+    lane = job.lanes.lane[job.lanes.offsets[position] + job.programs.lane_of[rows][talks]]
+    has_before = (event < job.lanes.num_collectives) & (job.programs.ordinal[rows][talks] > 0)
+    free_of = np.zeros(len(kind), dtype=np.uint8)
+    free_of[talks[has_before][job.chained[event[has_before]] == 0]] = FreeOf.BEFORE
+    free_of[talks[is_detached | np.isin(job.lanes.group_id[lane], job.alone_ids)]] |= np.uint8(FreeOf.OTHERS)
     return {"start_ns": times.start_ns, "end_ns": times.end_ns, "transfer_ns": transfer, "gap_ns": np.maximum(side, 0),
             PROVENANCE: job.provenance[weights],
-            **({LEAD: np.maximum(-side, 0)} if (side < 0).any() else {})}  # fmt: skip
+            **({LEAD: np.maximum(-side, 0)} if (side < 0).any() else {}),
+            **({FREE_OF: free_of} if free_of.any() else {})}  # fmt: skip
 
 
 def _steps(timeline: Timeline, position: int, kept: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UsageError
-from prism_sdk.simulate.job import Lanes, Programs, SimJob
+from prism_sdk.graph.facts import facts_of_copies
+from prism_sdk.simulate.job import ALONE, Lanes, Programs, SimJob
 from prismtrace import Op, ProcessGroup
 
 __all__ = ["DataParallel"]
@@ -72,9 +73,9 @@ class DataParallel:
             job, world_size=len(old), ranks=np.arange(len(old), dtype=np.int64), lanes=lanes, groups=groups,
             programs=programs, program=job.program[old], weight_base=job.weight_base[old],
             origin_ns=job.origin_ns[old], stage=job.stage[old], memory_bytes=job.memory_bytes[old],
-            scale=job.scale[old], chained=_chained(job, lanes), slowdowns={}, notes=(*job.notes, note),
+            scale=job.scale[old], chained=_chained(groups, lanes), slowdowns={}, notes=(*job.notes, note),
             source_rows=None if job.source_rows is None else job.source_rows.copied(old),
-            metadata=_renumbered(job.metadata, job.ranks[old], old_group),
+            metadata=facts_of_copies(job.metadata, ranks=enumerate(job.ranks[old].tolist()), groups=old_group.items()),
         )  # fmt: skip
 
     def _wide_groups(self, job: SimJob) -> frozenset[int]:
@@ -212,27 +213,13 @@ def _components(job: SimJob, wide: frozenset[int]) -> list[Int64Array]:
     return [np.array(part, dtype=np.int64) for part in sorted(parts.values())]
 
 
-def _renumbered(metadata: Mapping[str, str], old_rank: Int64Array, old_group: Mapping[int, int]) -> dict[str, str]:
-    """Metadata by the new ranks and groups; coordinates are left out, as replicas have others."""
-    found: dict[str, str] = {}
-    numbered: dict[tuple[str, int], dict[str, str]] = {}
-    for key, value in metadata.items():
-        parts = key.split(".", 2)
-        if len(parts) == 3 and parts[0] in ("rank", "group") and parts[1].isdigit():
-            numbered.setdefault((parts[0], int(parts[1])), {})[parts[2]] = value
-        else:
-            found[key] = value
-    for what, pairs in (("rank", enumerate(old_rank.tolist())), ("group", old_group.items())):
-        for new, old in pairs:
-            for name, value in numbered.get((what, old), {}).items():
-                if name != "coordinates":
-                    found[f"{what}.{new}.{name}"] = value
-    return found
-
-
-def _chained(job: SimJob, lanes: Lanes) -> npt.NDArray[np.uint8]:
-    # which operations of measured traces do not wait for the one before them is known for the old events only
-    return np.ones(max(lanes.num_collectives, 1), dtype=np.uint8)
+def _chained(groups: Mapping[int, ProcessGroup], lanes: Lanes) -> npt.NDArray[np.uint8]:
+    # which operations of measured traces do not wait for the one before them is known for the old events only, but for
+    # those that wait for nobody
+    chained = np.ones(max(lanes.num_collectives, 1), dtype=np.uint8)
+    is_alone = np.array([groups[one].backend == ALONE for one in lanes.group_id.tolist()], dtype=np.bool_)
+    chained[: lanes.num_collectives][np.repeat(is_alone, lanes.num_events)[: lanes.num_collectives]] = 0
+    return chained
 
 
 def _rescaled_gathers(job: SimJob, wide: frozenset[int], factor: float) -> Programs:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import IntFlag
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,31 @@ from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.recalled import Recalled
 from prismtrace import ABSENT, UnitKind
 
-__all__ = ["CALIBRATED_COLUMNS", "LEAD", "MEASURED", "PROVENANCE", "UNKNOWN_TRANSFER", "begin_of",
-           "calibrated_weights", "events_of", "find_rows", "observed_weights"]  # fmt: skip
+__all__ = ["BEGINS_KEY", "CALIBRATED_COLUMNS", "FREE_OF", "FreeOf", "LEAD", "MEASURED", "PROVENANCE",
+           "UNKNOWN_TRANSFER", "begin_of", "calibrated_weights", "events_of", "find_rows",
+           "observed_weights"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 MEASURED = 1
 PROVENANCE = "prism.provenance"
 LEAD = "prism.lead_ns"
+#: Of the metadata: the host clock where a rank of a calibrated graph begins, 0 where it is absent.
+BEGINS_KEY = "rank.{}.begins_ns"
+FREE_OF = "prism.free_of"
 #: What the weights of a calibrated graph follow from.
-CALIBRATED_COLUMNS = ("kind", "start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE)
+CALIBRATED_COLUMNS = ("kind", "start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE, FREE_OF)
 #: In ``main`` of communication rows until a cluster profile gives the transfer.
 UNKNOWN_TRANSFER = np.int64(-(2**62))
 _LOW, _HIGH = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+
+
+class FreeOf(IntFlag):
+    """What communication did not wait for in a measured run, as ``prism.free_of`` says it."""
+
+    #: The operation: for the one before it in its group.
+    BEFORE = 1
+    #: This member of it: for the others.
+    OTHERS = 2
 
 
 def calibrated_weights(
@@ -45,10 +59,12 @@ def calibrated_weights(
     kind, transfer, start, end = c["kind"], c["transfer_ns"], c["start_ns"], c["end_ns"]
     is_compute, is_moving = recalled.of(_kinds, kind)
     side, is_side_wrong = recalled.of(_calibrated_side, kind, c["gap_ns"], c[LEAD])
-    lacks_time = is_compute & ((start == ABSENT) | (end == ABSENT))
+    is_detached = is_moving & ((c[FREE_OF] & FreeOf.OTHERS) > 0)
+    has_times = is_compute | is_detached
+    lacks_time = has_times & ((start == ABSENT) | (end == ABSENT))
     is_known = transfer != ABSENT
-    lacks_transfer = is_moving & ~is_known
-    main = np.where(is_compute, end - start, np.where(is_known, transfer, 0))
+    lacks_transfer = is_moving & ~is_known & ~is_detached
+    main = np.where(has_times, end - start, np.where(is_known, transfer, 0))
     if not transfers_needed:
         main[lacks_transfer] = UNKNOWN_TRANSFER
         lacks_transfer = np.zeros_like(lacks_transfer)
@@ -64,6 +80,7 @@ def calibrated_weights(
             f"{int(wrong.sum()) - 1} other units of this rank",
             hint="calibrate the graph (prism calibrate), or give transfers with --cluster",
         )
+    main[is_detached] = -1 - main[is_detached]
     return main, side
 
 
@@ -99,7 +116,7 @@ def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]], *,
         np.maximum.at(arrival, event, rank.posted_ns)
         has_end = rank.ended_ns != ABSENT
         np.maximum.at(completed, event[has_end], rank.ended_ns[has_end])
-    flags = np.ones(max(num_collectives, 1), dtype=np.uint8)
+    flags = job.chained.copy()
     flags[lanes.first_event[lanes.source < 0]] = 0
     ready = arrival.copy()
     call(kernel.chain, arrival, completed, flags, ready, num_collectives, num_units=len(job))
@@ -134,7 +151,6 @@ def observed_weights(job: SimJob, times: list[tuple[Int64Array, Int64Array]], *,
     return replace(
         job, main=joined, side=np.concatenate(side), chained=flags, num_detached=detached, notes=(*job.notes, *notes),
         provenance=np.full(len(joined), MEASURED, dtype=np.uint8), recorded_step_ns=_recorded(job, ends),
-        origin_ns=job.origin_ns - int(job.origin_ns.min()),
     )  # fmt: skip
 
 

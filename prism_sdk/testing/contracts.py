@@ -126,9 +126,11 @@ class ReplayBackendContract:
 class NullNamer:
     """A namer that forgets everything but what it was told about fidelity."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        """``options``: what a user would have asked of adapters."""
+        self._options = options or {}
         self.reasons: list[str] = []
-        """Why names are not complete."""
+        """Why names are not complete; each once."""
         self._at_step_ends: list[Callable[[], None]] = []
 
     def enter(
@@ -195,12 +197,17 @@ class NullNamer:
             call()
 
     def option(self, name: str) -> str | None:
-        """None."""
-        return None
+        """What was asked of adapters."""
+        return self._options.get(name)
+
+    def is_given(self, option: str) -> bool:
+        """Whether it was asked."""
+        return option in self._options
 
     def lower(self, reason: str) -> None:
         """Keep the reason."""
-        self.reasons.append(reason)
+        if reason not in self.reasons:
+            self.reasons.append(reason)
 
 
 class FrameworkAdapterContract:
@@ -277,7 +284,8 @@ def _check_replacing(adapter: FrameworkAdapter, hook: AdapterHook) -> None:
     """Put another function in the place of a hook, if the adapter wraps it, and call it in a step."""
     place = find_hook(hook)
     assert place is not None
-    own, before, namer = place.own(), place.get(), NullNamer()
+    own, before = place.own(), place.get()
+    namer = NullNamer({} if hook.option is None else {hook.option: "1"})
     with adapter.activate(namer):
         ours = place.get()
         if ours is before:

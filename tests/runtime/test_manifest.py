@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prism_sdk.graph.errors import UnmatchedUnitError
 from prism_sdk.graph.plan import Stream
 from prism_sdk.runtime.calls import COMBINED
 from prism_sdk.runtime.manifest import OWN, Script, read_scripts
@@ -138,6 +139,13 @@ def test_an_all_to_all_knows_how_the_others_split(graph: Graph) -> None:
 def test_sources_are_group_ranks(graph: Graph) -> None:
     graph.collective(Op.ALL_GATHER, ranks=(0, 2))
     assert graph.given(graph.scripts(2)[2]) == [{0: 10}]
+
+
+def test_communication_without_a_group_is_refused(graph: Graph) -> None:
+    """As imports of profiles have it: nobody knows whom it meets."""
+    graph.add(0, UnitKind.COLLECTIVE, Op.ALL_REDUCE, group_id=0)
+    with pytest.raises(UnmatchedUnitError, match="rank 0 has communication that names no group"):
+        graph.scripts(0)
 
 
 def test_messages_come_from_the_other_end(graph: Graph) -> None:

@@ -37,11 +37,14 @@ class Layer:
     def make(cls):
         return cls()
 
-    TABLE = {"Pass": backward}
+    TABLE = {"Pass": backward, "Other": forward}
 
 class Fast(Layer):
     def forward(self, x):
         return x + 2
+
+def gate(x):
+    return x
 
 def schedule(layer):
     return step(layer, 1)
@@ -52,9 +55,10 @@ def step(layer, x):
 HOOKS = [
     AdapterHook(MODULE, attribute)
     for attribute in (
-        "Layer.forward", "Layer.backward", "Layer.helper", "Layer.make", "Layer.TABLE[Pass]", "schedule", "step",
+        "Layer.forward", "Layer.backward", "Layer.helper", "Layer.make", "Layer.TABLE[Pass]", "Layer.TABLE[Other]",
+        "schedule", "step",
     )
-]  # fmt: skip
+] + [AdapterHook(MODULE, "gate", option="moe_skew")]  # fmt: skip
 
 
 class Table(PatchingAdapter):
@@ -76,8 +80,8 @@ class Table(PatchingAdapter):
 class Run:
     """The framework, with the adapter at work on it."""
 
-    def __init__(self, module: Any) -> None:
-        self.module, self.adapter, self.namer = module, Table(), NullNamer()
+    def __init__(self, module: Any, **options: str) -> None:
+        self.module, self.adapter, self.namer = module, Table(), NullNamer(options)
 
     def step(self, *calls: Callable[[], Any]) -> list[str]:
         """A step in which these are called: what has been reported so far."""
@@ -109,6 +113,21 @@ def run(frame: Any) -> Iterator[Run]:
 
 def other(layer: Any, x: int = 0) -> int:
     return x + 100
+
+
+def another(layer: Any, x: int = 0) -> int:
+    return x + 200
+
+
+@pytest.mark.parametrize("options", [{}, {"moe_skew": "1.5"}])
+def test_a_hook_of_an_option_counts_only_where_the_option_is_given(frame: Any, options: dict[str, str]) -> None:
+    run, own = Run(frame, **options), frame.gate
+    with run.adapter.activate(run.namer):
+        assert (frame.gate is not own) == bool(options)
+        frame.gate = other
+        reasons = run.train(lambda: frame.gate(None, 1), lambda: frame.step(frame.Layer(), 1))
+    assert len(reasons) == len(options) and all("gate is left out" in one for one in reasons)
+    assert all("moe_skew does nothing there" in one for one in reasons)
 
 
 def test_a_function_that_takes_the_place_is_reported_once_with_its_name(run: Run) -> None:
@@ -172,11 +191,11 @@ def test_static_and_class_methods_stay_such(run: Run, attribute: str) -> None:
 def test_items_and_whole_tables(run: Run, whole: bool) -> None:
     cls = run.module.Layer
     if whole:
-        cls.TABLE = {"Pass": other}
+        cls.TABLE = {"Pass": other, "Other": another}
     else:
         cls.TABLE["Pass"] = other
-    (reason,) = run.train(lambda: cls.TABLE["Pass"](cls(), 1))
-    assert "Layer.TABLE[Pass] is left out" in reason
+    (reason,) = run.train(lambda: cls.TABLE["Pass"](cls(), 1), lambda: cls.TABLE["Other"](cls(), 1))
+    assert ("hooks in replaced_frame.Layer.TABLE are" if whole else "Layer.TABLE[Pass] is") + " left out" in reason
 
 
 def test_a_subclass_that_overrides_is_reported_though_others_come_to_ours(run: Run) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from prism_sdk.runtime.oncuda.usage import others_of
 from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prism_sdk.testing.launches import Launches
-from prismtrace import GraphKind, TraceReader, TraceWriter, add_alike
+from prismtrace import GraphKind, ProcessGroup, TraceReader, TraceWriter, add_alike
 
 RANKS = 64
 
@@ -82,3 +83,46 @@ def test_one_rank_of_each_kind_stands_for_its_copies(tmp_path: Path) -> None:
         roles = RecordedRoles.of(reader)
         assert roles is not None and roles.stands_for.tolist() == [0, 0, 2, 3] * 2
         assert [int(reader.units(rank).end_ns[0]) for rank in range(8)] == [5, 5, 6, 9] * 2
+
+
+def test_what_is_said_of_ranks_and_groups_goes_to_grown_ones(tmp_path: Path) -> None:
+    """Two stages of two replicas become four replicas. What ranks counted or said of their place goes."""
+    said = {
+        "rank.0.fidelity": "full", "rank.1.fidelity": "reduced", "rank.1.fidelity_reasons": "no loop",
+        "rank.2.device_other_bytes": "700", "rank.3.times": "device", "rank.0.coordinates": "dp=0,pp=0",
+        "rank.3.messages_sent": "9", "job.status": "complete",
+    }  # fmt: skip
+    groups = {1: ("dp", (0, 2)), 2: ("dp", (1, 3)), 3: ("pp", (0, 1)), 4: ("pp", (2, 3))}
+    said |= {f"group.{number}.purpose": purpose for number, (purpose, _) in groups.items()}
+    with TraceWriter(tmp_path / "four.prism", world_size=4, metadata=said) as writer:
+        for number, (purpose, ranks) in groups.items():
+            description = "DATA_PARALLEL_GROUP" if purpose == "dp" else "PIPELINE_MODEL_PARALLEL_GROUP"
+            writer.add_group(ProcessGroup(number, f"{purpose}{ranks[0]}", description, "gloo", ranks))
+        for rank in range(4):
+            writer.add_units(rank, {"kind": [1], "start_ns": [0], "end_ns": [5 + rank]})
+    grow(tmp_path / "four.prism", tmp_path / "eight.prism", num_replicas=4)
+    with TraceReader(tmp_path / "eight.prism") as reader:
+        facts, grown = reader.metadata, reader.groups
+    kept = {key: value for key, value in facts.items() if key.startswith("rank.")}
+    assert kept == {key: said[key] for key in list(said)[:5]} and facts["job.status"] == "complete"
+    purposes = {grown[int(key.split(".")[1])].ranks: value for key, value in facts.items() if key.startswith("group.")}
+    stages = {(0, 2, 4, 6): "dp", (1, 3, 5, 7): "dp"}
+    assert purposes == stages | {(rank, rank + 1): "pp" for rank in range(0, 8, 2)}
+    # rank 6 has the rows of rank 2, and ranks 0, 1 and 3 said nothing
+    assert others_of(tmp_path / "eight.prism") == {2: 700, 6: 700}
+
+
+def test_one_replica_is_called_what_it_is_there(tmp_path: Path) -> None:
+    """Ranks that stand for others have other numbers where replicas lie apart."""
+    names = {(0, 1): "dp", (2, 3): "dp", (0, 2): "pp", (1, 3): "pp"}
+    said = {f"rank.{rank}.adapters": f"of {rank}" for rank in range(4)}
+    with TraceWriter(tmp_path / "four.prism", world_size=4, metadata=said) as writer:
+        for number, (ranks, purpose) in enumerate(names.items(), start=1):
+            description = "DATA_PARALLEL_GROUP" if purpose == "dp" else "PIPELINE_MODEL_PARALLEL_GROUP"
+            writer.add_group(ProcessGroup(number, f"{purpose}{ranks[0]}", description, "gloo", ranks))
+        for rank in range(4):
+            writer.add_units(rank, {"kind": [1], "start_ns": [0], "end_ns": [5 + rank]})
+    grow(tmp_path / "four.prism", tmp_path / "other.prism", num_replicas=3)
+    with TraceReader(tmp_path / "other.prism") as reader:
+        kept = {key: value for key, value in reader.metadata.items() if key.startswith("rank.")}
+    assert kept == {f"rank.{new}.adapters": f"of {old}" for new, old in ((0, 0), (1, 1), (3, 2), (4, 3))}

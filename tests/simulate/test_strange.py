@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from prism_sdk.cli.main import run
-from prism_sdk.simulate import load, simulate
-from prismtrace import GraphKind
+from prism_sdk.simulate import Scenario, load, simulate, write_timeline
+from prismtrace import GraphKind, TraceReader, has_errors, validate
 from tests.graph.jobs import COLLECTIVE, COMPUTE, SEND, Program
-from tests.simulate.reference import write
+from tests.simulate.reference import rows_of, write
 
 
 def _program() -> Program:
@@ -91,7 +92,9 @@ def test_times_beyond_all_years_are_named(tmp_path: Path, capsys: pytest.Capture
     assert f"rank 1 unit 0 is at {2**63 - 1} ns" in capsys.readouterr().err
 
 
-def test_communication_that_names_no_partner_waits_for_nobody(tmp_path: Path) -> None:
+def test_communication_that_names_no_partner_waits_for_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As in traces of profilers, whose kernels do not always say which group or message they are."""
     program = _program()
     _observed(program)
@@ -102,4 +105,34 @@ def test_communication_that_names_no_partner_waits_for_nobody(tmp_path: Path) ->
     path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.OBSERVED)
     timeline = simulate(load(path))
     assert timeline.step_time_ns == timeline.job.recorded_step_ns == 5000
-    assert any("12 communication units without a peer" in note for note in timeline.job.notes)
+    note = "12 communication units without a peer or a sequence number: they wait for nobody"
+    assert note in timeline.job.notes
+    written = tmp_path / "written.prism"
+    write_timeline(timeline, written)
+    assert not has_errors(validate(written))
+    with TraceReader(path) as before, TraceReader(written) as after:
+        assert after.groups == before.groups and after.metadata["profile"] == "schedule-unit"
+        for name in ("kind", "op", "group_id", "seq", "peer", "num_elements_in"):
+            assert np.array_equal(after.units(1)[name], before.units(1)[name]), name
+    again = simulate(load(written))
+    assert rows_of(again) == rows_of(timeline) and note in again.job.notes
+    assert run(["simulate", str(written)]) == run(["analyze", str(written)]) == 0
+    assert "5.000 us" in capsys.readouterr().out
+
+
+def test_copied_ranks_whose_communication_names_no_partner(tmp_path: Path) -> None:
+    """Two operations overlap, the first is waited for last: neither waits for the other, also in the written copy."""
+    times = [(1, 0, 10), (2, 10, 100), (2, 12, 30), (5, 12, 31), (1, 31, 40), (5, 40, 105)]
+    program = Program(2, {1: (0, 1)})
+    for rank in range(2):
+        program.rows[rank] = [{"kind": kind, "step": 0, "start_ns": start, "end_ns": end} for kind, start, end in times]
+        program.rows[rank][3]["awaits"], program.rows[rank][5]["awaits"] = 2, 1
+        for row in program.rows[rank][1:3]:
+            row["group_id"] = 1
+    path = write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.OBSERVED)
+    assert simulate(load(path)).step_time_ns == 105
+    copied = Scenario(dp=4).run(path)
+    write_timeline(copied, tmp_path / "written.prism")
+    again = simulate(load(tmp_path / "written.prism"))
+    assert copied.step_time_ns == again.step_time_ns == 105 and again.job.num_ranks == 4
+    assert rows_of(again) == rows_of(copied)

@@ -43,7 +43,10 @@ NAMED = {"prism.part": "param_gather", "prism.layer": "layers.0", "prism.schedul
 def _rich(path: Path) -> Path:
     """A pipeline whose units have a value in every column; the label says which unit of which rank it is."""
     plain = pipeline(path.with_suffix(".plain"), stages=2, replicas=2, microbatches=3, late_waits=True)
-    facts = {"rank.1.fidelity": "full", "rank.3.coordinates": "dp=1,pp=1", "group.100.purpose": "pp"}
+    facts = {
+        "rank.1.fidelity": "full", "rank.1.sent_bytes": "9", "rank.3.coordinates": "dp=1,pp=1",
+        "group.100.purpose": "pp",
+    }  # fmt: skip
     with (
         TraceReader(plain) as reader,
         TraceWriter(

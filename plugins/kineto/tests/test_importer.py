@@ -19,6 +19,7 @@ from prismtrace_kineto.importer import KinetoImporter
 
 import prismtrace
 from prism_sdk.errors import PrismError, UnreadableError, UsageError
+from prism_sdk.simulate import load, simulate, write_timeline
 from prismtrace import ABSENT, DType, EventKind, Op, ReduceOp, TraceFormatError, UnitKind
 
 WORDS = [b"null", b"1e999", b"-5", b'"x"', b"[]", b"{", b"}", b"NaN", b"true", b'"ts": ', b"99999999999999999999"]
@@ -34,6 +35,21 @@ def write(folder: Path, events: list[Any], name: str = "a.json", **top: Any) -> 
     path = folder / name
     path.write_bytes(document(events, **top))
     return path
+
+
+@pytest.mark.parametrize("names", [("nccl_data",), ("mi300",), ("dlrm-worker0", "dlrm-worker1")])
+def test_written_simulations_of_real_traces_simulate_to_themselves(tmp_path: Path, names: tuple[str, ...]) -> None:
+    """Although their communication does not say what it meets, and ranks begin at different times."""
+    convert(tmp_path / "a.prism", *(DATA / f"{name}.json" for name in names))
+    first = simulate(load(tmp_path / "a.prism"))
+    write_timeline(first, tmp_path / "b.prism")
+    assert not prismtrace.validate(tmp_path / "b.prism")
+    again = simulate(load(tmp_path / "b.prism"))
+    assert any("wait for nobody" in note for note in again.job.notes)
+    assert again.step_time_ns == first.step_time_ns > 0
+    for position in range(first.job.num_ranks):
+        assert np.array_equal(again.times(position).end_ns, first.times(position).end_ns)
+    assert [part.tolist() for part in again.totals()] == [part.tolist() for part in first.totals()]
 
 
 def test_units_and_groups_of_a_real_trace(tmp_path: Path) -> None:

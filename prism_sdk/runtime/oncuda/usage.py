@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from prism_sdk.runtime.oncuda.driver import libcuda
+from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prismtrace import TraceReader
 
 OTHERS_KEY = "rank.{}.device_other_bytes"
@@ -27,10 +28,16 @@ class _Process(ctypes.Structure):  # nvmlProcessInfo_t
 
 
 def others_of(trace: Path) -> dict[int, int]:
-    """By rank what a trace says under `OTHERS_KEY`, in bytes; ranks of which it says nothing are left out."""
+    """By rank what a trace says under `OTHERS_KEY`, in bytes, of it or of the rank that stands for it.
+
+    Ranks of which it says nothing are left out.
+    """
     with TraceReader(trace) as reader:
         known = ((rank, reader.metadata.get(OTHERS_KEY.format(rank))) for rank in reader.ranks)
-        return {rank: int(text) for rank, text in known if text and text.isdigit()}
+        found = {rank: int(text) for rank, text in known if text and text.isdigit()}
+        roles = RecordedRoles.of(reader) if found else None
+        stands_for = [] if roles is None else roles.stands_for.tolist()
+        return {rank: found[other] for rank, other in enumerate(stands_for) if other in found} | found
 
 
 def process_bytes(device: int) -> int | None:

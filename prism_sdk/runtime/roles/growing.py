@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from prism_sdk.bounds import MAX_RANKS
 from prism_sdk.errors import UnsupportedError, UsageError
+from prism_sdk.graph.facts import facts_of_copies
 from prism_sdk.graph.shares import shared_anew
 from prism_sdk.runtime.roles.layout import Families, Family, GroupFact
 from prism_sdk.runtime.roles.mapping import DIFFERING, Mapper
@@ -81,7 +82,7 @@ def grow(source: Path, output: Path, *, num_replicas: int, overwrite: bool = Fal
             raise UsageError(f"{num_replicas} replicas would make {num_ranks} ranks; at most {MAX_RANKS} are supported")
         grower = _Grower(reader, old, axis, num_replicas)
         facts = {
-            **reader.metadata,
+            **grower.facts(),
             "expand.source": source.name,
             "expand.replicas": f"{axis.size}:{num_replicas}",
             **grower.roles(),
@@ -179,6 +180,7 @@ class _Grower:
         self.new = Families(self.world_size)
         self._grows: dict[int, bool] = {}
         self._family_of: dict[int, tuple[Family, Family]] = {}
+        self._old_group: dict[int, int] = {}  # by new group the old one that it grew from
         self._num_groups = 0
         self._numbered = all(fact.name.isdigit() for fact in old.groups())  # as torch names groups: by their number
         for family in old.all:
@@ -188,6 +190,8 @@ class _Grower:
         members, axis = _members(family), self._axis
         grows = _grows(family, members, axis)
         made = Families(self.world_size)
+        recorded = self._recorded(family)
+        old_ids = {(group.name, group.ranks): group.group_id for group in recorded}
         found: list[tuple[GroupFact, Int64Array]] = []
         for fact, ranks in zip(family.groups, members, strict=True):
             found += [(fact, one) for one in ([self._spanning(ranks)] if grows else self._copies(ranks))]
@@ -197,18 +201,20 @@ class _Grower:
         for fact, one in found:
             self._num_groups += 1
             name = str(self._num_groups - 1) if self._numbered else f"{fact.name}@{one[0]}"
-            made.add(GroupFact(name, fact.description, fact.backend, tuple(one.tolist())))
+            grown = GroupFact(name, fact.description, fact.backend, tuple(one.tolist()))
+            self._old_group[grown.group_id] = old_ids[fact.name, fact.ranks]
+            made.add(grown)
         if len(made.all) != 1:
             raise UnsupportedError(f"groups {family.label} that overlap once they are grown")
         new = made.all[0]
         self.new.adopt(new)
-        for group_id in (fact.group_id for fact in self._recorded(family)):
-            self._family_of[group_id] = (family, new)
+        for group in recorded:
+            self._family_of[group.group_id] = (family, new)
         self._grows[id(new)] = grows
 
-    def _recorded(self, family: Family) -> Iterator[ProcessGroup]:
+    def _recorded(self, family: Family) -> list[ProcessGroup]:
         facts = {(fact.name, fact.ranks) for fact in family.groups}
-        return (group for group in self._reader.groups.values() if (group.name, group.ranks) in facts)
+        return [group for group in self._reader.groups.values() if (group.name, group.ranks) in facts]
 
     def _spanning(self, ranks: Int64Array) -> Int64Array:
         axis = self._axis
@@ -237,6 +243,11 @@ class _Grower:
         mapper = Mapper(self.new)
         for rank, copies in self._copied:
             self._write(writer, rank, copies, mapper)
+
+    def facts(self) -> dict[str, str]:
+        """The metadata of the new job; of ranks it has what is said of those that stand for others."""
+        standing = [(self._here(rank), rank) for rank, _ in self._copied]
+        return facts_of_copies(self._reader.metadata, ranks=standing, groups=self._old_group.items())
 
     def roles(self) -> dict[str, str]:
         """What the metadata says of who stands for whom: of each kind of rank one, by its new number."""

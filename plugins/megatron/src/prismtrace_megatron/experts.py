@@ -19,7 +19,7 @@ HOOKS = {
     "preprocess": AdapterHook(_DISPATCHER, "MoEAlltoAllTokenDispatcher.preprocess"),
     "dispatch": AdapterHook(_DISPATCHER, "MoEAlltoAllTokenDispatcher.token_dispatch", min_version="0.14"),
     "combine": AdapterHook(_DISPATCHER, "MoEAlltoAllTokenDispatcher.token_combine", min_version="0.14"),
-    "gating": AdapterHook("megatron.core.transformer.moe.router", "Router.gating"),
+    "gating": AdapterHook("megatron.core.transformer.moe.router", "Router.gating", option="moe_skew"),
 }
 
 

@@ -122,7 +122,13 @@ class _Replacement:
 
 def _described(wrapped: Wrapped, place: Place, inside: Any, *, overrides: bool) -> str:
     hook, key = wrapped.hook, place.key
-    if overrides:
+    what, lost = f"hook {hook.module}.{hook.attribute} is", "what it does has no names"
+    if hook.option is not None:
+        lost = f"{hook.option} does nothing there"
+    if place.is_item and place.owner is not wrapped.place.owner:
+        what = f"hooks in {hook.module}.{hook.attribute.partition('[')[0]} are"  # said once for all of them
+        found, advice = "another mapping is in its place now", "put into it what the mapping before has"
+    elif overrides:
         owner = place.owner
         found = f"{owner.__module__}.{owner.__qualname__}.{key} overrides it and does not call it"
         advice = f"let it call super().{key}"
@@ -138,38 +144,9 @@ def _described(wrapped: Wrapped, place: Place, inside: Any, *, overrides: bool) 
         found = f"{found} is {where} now and does not call it"
         advice = "call the function that stood there before"
     return (
-        f"hook {hook.module}.{hook.attribute} is left out: {found}, so that what it does has no names. "
-        f"To have them, {advice}, or write an adapter that names the new one"
+        f"{what} left out: {found}, so that {lost}. "
+        f"To have it, {advice}, or write an adapter that names the new one"
     )
-    def described(self) -> str:
-        """What has happened, and what to do."""
-        hook, key = self.wrapped.hook, self.place.key
-        what, lost = f"hook {hook.module}.{hook.attribute} is", "what it does has no names"
-        if hook.option is not None:
-            lost = f"{hook.option} does nothing there"
-        if self.place.is_item and self.place.owner is not self.wrapped.place.owner:
-            what = f"hooks in {hook.module}.{hook.attribute.partition('[')[0]} are"  # said once for all of them
-            found, advice = "another mapping is in its place now", "put into it what the mapping before has"
-        elif self.overrides:
-            owner = self.place.owner
-            found = f"{owner.__module__}.{owner.__qualname__}.{key} overrides it and does not call it"
-            advice = f"let it call super().{key}"
-        else:
-            inside = innermost(self.value)
-            found = _name_of(inside)
-            if inside is self.wrapped.function:
-                found = "the function that Prism has wrapped"
-            elif found == f"{hook.module}.{hook.attribute}":
-                code = getattr(inside, "__code__", None)
-                at = "" if code is None else f" ({code.co_filename}:{code.co_firstlineno})"
-                found = f"another function of this name{at}"
-            where = "an attribute of the object" if self.place.is_of_object else "in its place"
-            found = f"{found} is {where} now and does not call it"
-            advice = "call the function that stood there before"
-        return (
-            f"{what} left out: {found}, so that {lost}. "
-            f"To have it, {advice}, or write an adapter that names the new one"
-        )
 
 
 class Replacements:

@@ -93,5 +93,5 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["report"]["step_time_ns"] == 160
     assert run(["simulate", str(tmp_path / "none.prism")]) == 3
     write(tmp_path / "bare.prism", random_program(1).rows, random_program(1).groups, kind=GraphKind.BARE)
-    assert run(["simulate", str(tmp_path / "bare.prism")]) == 1
+    assert run(["simulate", str(tmp_path / "bare.prism")]) == 2
     assert "calibrate it first" in capsys.readouterr().err

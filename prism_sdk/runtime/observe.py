@@ -102,11 +102,11 @@ class TimedWork(PrismWork):
             settle_any_source(tracer, self.unit, self._any_source[0], self.source, self._any_source[1])
 
     @uncompiled
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def _wait(self, timeout: timedelta | None = None) -> None:
         """Each wait makes the stream that is current then wait, so on a GPU the backend's handle is needed again."""
         if self._complete is None and self._inner is not None and self._error is None:
             self._inner.wait()
-        return bool(PrismWork.wait(self, timeout))
+        PrismWork._wait(self, timeout)
 
     def _release(self) -> None:
         self.waits_for = None

@@ -69,6 +69,17 @@ def test_a_handle_on_a_gpu_waits_each_time_and_holds_nothing_longer_than_the_pro
         gc.enable()
 
 
+def test_a_stream_that_waits_for_a_future_later_waits_for_the_backend_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "device_of", lambda call: torch.device("cuda", 0))
+    waits: list[str] = []
+    inner: Any = SimpleNamespace(wait=lambda: waits.append("backend"), is_completed=lambda: True)  # it has no future
+    call = Call(Op.ALL_GATHER, GROUP, lambda: None)
+    work = observe.TimedWork.of(inner, Quiet(), 0, call, 0)  # type: ignore[arg-type]
+    work.wait()
+    work.get_future().wait()
+    assert waits == ["backend"] * 2
+
+
 def test_a_coalesced_block_is_waited_for_as_one_and_its_parts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observe, "device_of", lambda call: torch.device("cuda", 0))
     waits: list[int] = []

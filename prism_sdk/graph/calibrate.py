@@ -34,14 +34,15 @@ from prism_sdk.graph.statistics import mean_known
 from prism_sdk.graph.timing import Schedule, Timing, job_steps_ns, schedule
 from prismtrace import ABSENT, Phase, UnitKind
 
-__all__ = ["Calibration", "Measurement", "Samples", "collect_samples", "measure", "merge_samples", "merge_slices",
-           "relative_change", "step_time_ns", "structures_of", "whole_steps_ns"]  # fmt: skip
+__all__ = ["Calibration", "Key", "Measurement", "Samples", "collect_samples", "communications_of", "measure",
+           "merge_samples", "merge_slices", "relative_change", "step_time_ns", "structures_of",
+           "whole_steps_ns"]  # fmt: skip
 
 Int64Array = npt.NDArray[np.int64]
 
 _FIELDS = ("gap_ns", "duration_ns", "transfer_ns")
-STRUCTURE = ("kind", "op", "reduce_op", "group_id", "dtype", "peer", "tag")
-COUNTS = ("num_elements_in", "num_elements_out")
+_STRUCTURE = ("kind", "op", "reduce_op", "group_id", "dtype", "peer", "tag")
+_COUNTS = ("num_elements_in", "num_elements_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +123,7 @@ class Segment:
     end: int
 
 
-def segments_of(graph: JobGraph) -> list[Segment]:
+def _segments(graph: JobGraph) -> list[Segment]:
     step = graph.columns["step"]
     first = np.ones(len(graph), dtype=np.bool_)
     first[1:] = step[1:] != step[:-1]
@@ -137,19 +138,22 @@ Key = tuple[int, bytes]
 Structures = Mapping[Segment, tuple[Key, Key]]
 
 
-def structures_of(graph: JobGraph, *, stands_for: Mapping[int, int] | None = None) -> Structures:
+def structures_of(
+    graph: JobGraph, *, stands_for: Mapping[int, int] | None = None, of_communications: bool = False
+) -> Structures:
     """For each step of each rank the keys of its samples: rank and digest, with the counts and without.
 
     ``stands_for``: by rank the one that was measured in its place; it is in the graph, with the same steps.
+    ``of_communications``: steps are alike if their communications are, however they compute and wait between them.
     """
     relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
-    plain = np.stack([*(graph.columns[name].astype(np.int64) for name in STRUCTURE), relative], axis=1)
-    counts = np.stack([graph.columns[name] for name in COUNTS], axis=1)
+    plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
+    counts = np.stack([graph.columns[name] for name in _COUNTS], axis=1)
     result: dict[Segment, tuple[Key, Key]] = {}
     by_place: dict[tuple[int, int], tuple[Key, Key]] = {}
-    segments = segments_of(graph)
+    segments = _segments(graph)
     for segment in segments:
-        rows = slice(segment.begin, segment.end)
+        rows = communications_of(graph, segment) if of_communications else slice(segment.begin, segment.end)
         digest = hashlib.blake2b(plain[rows].tobytes(), digest_size=16)
         without = digest.digest()
         digest.update(counts[rows].tobytes())
@@ -161,6 +165,11 @@ def structures_of(graph: JobGraph, *, stands_for: Mapping[int, int] | None = Non
         begin = int(graph.offsets[graph.ranks.index(segment.rank)])
         result[segment] = by_place.get((other, segment.begin - begin), result[segment])
     return result
+
+
+def communications_of(graph: JobGraph, segment: Segment) -> Int64Array:
+    """The rows of a segment that communicate."""
+    return segment.begin + np.flatnonzero(graph.event_of_row[segment.begin : segment.end] >= 0)
 
 
 class Samples:

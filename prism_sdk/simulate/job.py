@@ -27,6 +27,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from prism_sdk.graph.timing import job_steps_ns
 from prismtrace import GraphKind, ProcessGroup
 
 __all__ = ["ALONE", "Lanes", "Links", "Programs", "SimJob", "Slowdown", "SourceRows"]
@@ -205,6 +206,13 @@ class SimJob:
         """Units by rank position."""
         sizes: Int64Array = np.diff(self.programs.offsets)[self.program]
         return sizes
+
+    def steps_ns(self, end_ns: Int64Array) -> Int64Array:
+        """The times of the job's whole steps but the first; ``end_ns``: when each step of each rank ended, in order."""
+        p = self.programs
+        bounds = [p.bounds_of(int(program)) for program in self.program]
+        return job_steps_ns(np.concatenate([p.bound_step[one] for one in bounds]), end_ns,
+                            np.concatenate([p.bound_is_whole[one] for one in bounds]))  # fmt: skip
 
     @cached_property
     def alone_ids(self) -> npt.NDArray[np.uint64]:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_TIME_NS
 from prism_sdk.graph.errors import GraphDeadlockError, GraphError
-from prism_sdk.graph.timing import job_steps_ns
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -71,11 +70,7 @@ class Timeline:
 
     def job_steps_ns(self) -> Int64Array:
         """The times of the job's whole steps but the first, each from the last rank's end to the last rank's end."""
-        p = self.job.programs
-        bounds = [p.bounds_of(int(program)) for program in self.job.program]
-        ends = self.step_end_ns[: self.step_offsets[-1]]
-        return job_steps_ns(np.concatenate([p.bound_step[one] for one in bounds]), ends,
-                            np.concatenate([p.bound_is_whole[one] for one in bounds]))  # fmt: skip
+        return self.job.steps_ns(self.step_end_ns[: self.step_offsets[-1]])
 
     @property
     def step_time_ns(self) -> float:

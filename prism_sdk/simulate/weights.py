@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_TIME_NS
 from prism_sdk.graph.errors import GraphError, MissingTimingError
-from prism_sdk.graph.timing import job_steps_ns
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import SimJob
@@ -255,10 +254,7 @@ def _of_rank(
 
 def _recorded(job: SimJob, ends: list[Int64Array]) -> float | None:
     """The mean time of whole steps but the first, as the trace shows them."""
-    p = job.programs
-    bounds = [p.bounds_of(int(program)) for program in job.program]
-    times = job_steps_ns(np.concatenate([p.bound_step[one] for one in bounds]), np.concatenate(ends),
-                         np.concatenate([p.bound_is_whole[one] for one in bounds]))  # fmt: skip
+    times = job.steps_ns(np.concatenate(ends))
     return float(times.mean()) if len(times) else None
 
 

@@ -85,6 +85,16 @@ def test_one_rank_of_each_kind_stands_for_its_copies(tmp_path: Path) -> None:
         assert [int(reader.units(rank).end_ns[0]) for rank in range(8)] == [5, 5, 6, 9] * 2
 
 
+def _four(path: Path, groups: dict[int, tuple[str, tuple[int, ...]]], said: dict[str, str]) -> None:
+    """A trace of four ranks that differ in a duration alone; of groups, what they are for and who is in them."""
+    with TraceWriter(path, world_size=4, metadata=said) as writer:
+        for number, (purpose, ranks) in groups.items():
+            description = "DATA_PARALLEL_GROUP" if purpose == "dp" else "PIPELINE_MODEL_PARALLEL_GROUP"
+            writer.add_group(ProcessGroup(number, f"{purpose}{ranks[0]}", description, "gloo", ranks))
+        for rank in range(4):
+            writer.add_units(rank, {"kind": [1], "start_ns": [0], "end_ns": [5 + rank]})
+
+
 def test_what_is_said_of_ranks_and_groups_goes_to_grown_ones(tmp_path: Path) -> None:
     """Two stages of two replicas become four replicas. What ranks counted or said of their place goes."""
     said = {
@@ -94,12 +104,7 @@ def test_what_is_said_of_ranks_and_groups_goes_to_grown_ones(tmp_path: Path) -> 
     }  # fmt: skip
     groups = {1: ("dp", (0, 2)), 2: ("dp", (1, 3)), 3: ("pp", (0, 1)), 4: ("pp", (2, 3))}
     said |= {f"group.{number}.purpose": purpose for number, (purpose, _) in groups.items()}
-    with TraceWriter(tmp_path / "four.prism", world_size=4, metadata=said) as writer:
-        for number, (purpose, ranks) in groups.items():
-            description = "DATA_PARALLEL_GROUP" if purpose == "dp" else "PIPELINE_MODEL_PARALLEL_GROUP"
-            writer.add_group(ProcessGroup(number, f"{purpose}{ranks[0]}", description, "gloo", ranks))
-        for rank in range(4):
-            writer.add_units(rank, {"kind": [1], "start_ns": [0], "end_ns": [5 + rank]})
+    _four(tmp_path / "four.prism", groups, said)
     grow(tmp_path / "four.prism", tmp_path / "eight.prism", num_replicas=4)
     with TraceReader(tmp_path / "eight.prism") as reader:
         facts, grown = reader.metadata, reader.groups
@@ -114,14 +119,9 @@ def test_what_is_said_of_ranks_and_groups_goes_to_grown_ones(tmp_path: Path) -> 
 
 def test_one_replica_is_called_what_it_is_there(tmp_path: Path) -> None:
     """Ranks that stand for others have other numbers where replicas lie apart."""
-    names = {(0, 1): "dp", (2, 3): "dp", (0, 2): "pp", (1, 3): "pp"}
+    groups = {1: ("dp", (0, 1)), 2: ("dp", (2, 3)), 3: ("pp", (0, 2)), 4: ("pp", (1, 3))}
     said = {f"rank.{rank}.adapters": f"of {rank}" for rank in range(4)}
-    with TraceWriter(tmp_path / "four.prism", world_size=4, metadata=said) as writer:
-        for number, (ranks, purpose) in enumerate(names.items(), start=1):
-            description = "DATA_PARALLEL_GROUP" if purpose == "dp" else "PIPELINE_MODEL_PARALLEL_GROUP"
-            writer.add_group(ProcessGroup(number, f"{purpose}{ranks[0]}", description, "gloo", ranks))
-        for rank in range(4):
-            writer.add_units(rank, {"kind": [1], "start_ns": [0], "end_ns": [5 + rank]})
+    _four(tmp_path / "four.prism", groups, said)
     grow(tmp_path / "four.prism", tmp_path / "other.prism", num_replicas=3)
     with TraceReader(tmp_path / "other.prism") as reader:
         kept = {key: value for key, value in reader.metadata.items() if key.startswith("rank.")}

@@ -145,7 +145,8 @@ def test_an_operation_that_a_wait_found_complete_was_so_for_this_rank() -> None:
     assert timeline.job.num_detached == 0
 
 
-def test_members_that_left_early_wait_for_nobody() -> None:
+def early_member() -> Program:
+    """A broadcast whose root is done before the other has come."""
     program = Program(2, {1: (0, 1)})
     for rank, (start, end) in enumerate([(100, 130), (900, 950)]):
         program.rows[rank] = [
@@ -153,7 +154,11 @@ def test_members_that_left_early_wait_for_nobody() -> None:
             {"kind": 2, "step": 0, "group_id": 1, "seq": 0, "op": int(Op.BROADCAST), "start_ns": start, "end_ns": end},
             {"kind": 5, "step": 0, "awaits": 1, "start_ns": start, "end_ns": end + 5},
         ]
-    timeline = _timeline(program, kind=GraphKind.OBSERVED)
+    return program
+
+
+def test_members_that_left_early_wait_for_nobody() -> None:
+    timeline = _timeline(early_member(), kind=GraphKind.OBSERVED)
     assert timeline.job.num_detached == 1
     assert timeline.times(0).end_ns.tolist() == [100, 130, 135]
     assert timeline.times(1).end_ns.tolist() == [900, 950, 955]

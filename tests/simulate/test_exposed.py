@@ -23,9 +23,10 @@ from prism_sdk.simulate.kernel import (
     MOVED_COLLECTIVE,
     MOVED_MESSAGE,
 )
-from prismtrace import ABSENT, GraphKind, Op, Phase, TraceReader, TraceWriter, UnitKind
+from prismtrace import ABSENT, GraphKind, Phase, TraceReader, TraceWriter, UnitKind
 from tests.graph.jobs import Program, random_program
 from tests.simulate.reference import reference, write
+from tests.simulate.test_exact import early_member
 
 _NAMES = ("compute", "bubble", "imbalance", "exposed", "host")
 
@@ -210,13 +211,7 @@ def test_collectives_behind_each_other_are_communication(tmp_path: Path) -> None
 
 def test_members_that_left_early_have_communicated(tmp_path: Path) -> None:
     """The root of a broadcast is done before the other has come: what it waited for counts as moved."""
-    program = Program(2, {1: (0, 1)})
-    for rank, (start, end) in enumerate([(100, 130), (900, 950)]):
-        program.rows[rank] = [
-            {"kind": 1, "step": 0, "start_ns": 0, "end_ns": start},
-            {"kind": 2, "step": 0, "group_id": 1, "seq": 0, "op": int(Op.BROADCAST), "start_ns": start, "end_ns": end},
-            {"kind": 5, "step": 0, "awaits": 1, "start_ns": start, "end_ns": end + 5},
-        ]
+    program = early_member()
     timeline = simulate(load(write(tmp_path / "job.prism", program.rows, program.groups, kind=GraphKind.OBSERVED)))
     totals, _, _ = timeline.totals()
     assert totals[:, EXPOSED_COLLECTIVE].tolist() == totals[:, MOVED_COLLECTIVE].tolist() == [30, 50]

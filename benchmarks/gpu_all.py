@@ -24,7 +24,7 @@ with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. 
    (51 GB/s), that another process did, and that two threads take beforehand. `versions` says the kernel: from Linux 6.1
    on shared memory comes in huge pages, and what another process used should be as fast as what the rank used itself.
 2. 430 s: TABLE_SECONDS=290 TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 table
-   (130 s a job: dense, ddp, tp. Where `nccl` does not work, TABLE_BACKENDS=local,occupy before it: 90 s a job.)
+   (130 s a job: dense, ddp, tp. Where `nccl` does not work, TABLE_BACKENDS=local before it: 90 s a job.)
 3. 430 s: TABLE_SECONDS=330 TABLE_BACKENDS=local TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 frameworks
    (100 s each: Megatron-Core with TP 2, with PP 2, ZeRO-3.)
 4. 320 s: CUDA_VISIBLE_DEVICES=0 python3 benchmarks/gpu_all.py --seconds 310 switch limit moves full

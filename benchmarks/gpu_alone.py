@@ -32,7 +32,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,7 +53,9 @@ from gpu_table import (
     WARM,
     Run,
     at_once,
+    keep,
     over_nccl,
+    predicted_ms,
     prism,
     summary,
     words,
@@ -120,27 +121,12 @@ def shared(kind: str, folder: Path) -> dict[str, Any]:
         for _, run in runs:  # nobody loads torch beside the steps of another
             at_once(run)
     found = summary(kind, runs, names=["observed", *OPTIONS])
-    found["predicted_ms"], found["transfers_of_ms"] = _predicted_ms(graph), round(first.step_ms, 3)
+    found["predicted_ms"], found["transfers_of_ms"] = predicted_ms(graph), round(first.step_ms, 3)
     found["releases"] = {name: _releases(folder / f"{name}-0.prism") for name in OPTIONS}
     print(f"   predicted by calibration: {found['predicted_ms']} ms; the run that transfers are of: "
           f"{found['transfers_of_ms']} ms; releases: {found['releases']}", flush=True)  # fmt: skip
     keep(kind, graph, seen, *(folder / f"{name}-0.prism" for name in OPTIONS))
     return found
-
-
-def keep(kind: str, *paths: Path) -> None:
-    """Traces to look into later, where there is a place for them."""
-    if out := os.environ.get("OUT"):
-        with tarfile.open(Path(out, f"{kind}.tar"), "w") as archive:
-            for path in paths:
-                archive.add(path, path.name)
-
-
-def _predicted_ms(path: Path) -> float:
-    from prismtrace import TraceReader
-
-    with TraceReader(path) as reader:
-        return round(float(reader.metadata["calibration.step_ns"]) / 1e6, 3)
 
 
 def _releases(path: Path) -> dict[str, str]:
@@ -167,7 +153,7 @@ def eight(kind: str, folder: Path) -> dict[str, Any]:
             return {"failed": run.what}
     recorded, emulated = runs[0].said, runs[2].said
     # about a second after it began a GPU goes slower for one or two steps: not what a recording of three shows
-    predicted, step = _predicted_ms(graph), median(emulated["STEPS"]["ms"][WARM:])
+    predicted, step = predicted_ms(graph), median(emulated["STEPS"]["ms"][WARM:])
     are_equal = emulated["MEMORY"]["parts"][:FEW_STEPS] == recorded["MEMORY"]["parts"]
     found = {
         "bytes_as_recorded": are_equal, "peak_bytes": emulated["MEMORY"]["parts"][-1][1], "predicted_ms": predicted,

@@ -26,7 +26,7 @@ from torch import nn
 SMALL = "--small" in sys.argv
 WIDTH, LENGTH, HEADS, LAYERS = (64, 16, 4, 4) if SMALL else (4096, 2048, 32, 8)
 VOCABULARY, MICROBATCHES = (64, 2) if SMALL else (32_000, 4)
-ZERO_LAYERS = 4 if SMALL else 24
+ZERO_LAYERS, ZERO_BATCH = (4, 2) if SMALL else (8, 6)
 if "TABLE_BLOCKS" in os.environ:
     LAYERS = ZERO_LAYERS = int(os.environ["TABLE_BLOCKS"])
 
@@ -106,7 +106,7 @@ def zero3(_: str) -> Step:
 
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     config = {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "bf16": {"enabled": not SMALL},
+        "train_micro_batch_size_per_gpu": ZERO_BATCH, "gradient_accumulation_steps": 1, "bf16": {"enabled": not SMALL},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}, "steps_per_print": 10**9,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     }  # fmt: skip
@@ -128,7 +128,7 @@ def zero3(_: str) -> Step:
     dtype = torch.float32 if SMALL else torch.bfloat16
 
     def step() -> float:
-        x = torch.randn(2, 2 * LENGTH, WIDTH, device="cuda", generator=generator).to(dtype)
+        x = torch.randn(ZERO_BATCH, 2 * LENGTH, WIDTH, device="cuda", generator=generator).to(dtype)
         loss = engine(x).float().square().mean()
         engine.backward(loss)
         engine.step()

@@ -4,20 +4,25 @@
     python benchmarks/gpu_table.py megatron-tp megatron-pp zero3 [--rehearse]
 
 For each job: a recording, an observed calibration on both GPUs, then real and emulated runs in turns, 5 each. What is
-known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost. Environment:
-TABLE_SECONDS (540) is the time after which no job is begun, TABLE_REPEATS (5), TABLE_BACKENDS (local,occupy,nccl).
+known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost; the graph and the
+first trace of each kind are in $OUT/JOB.tar. Environment: TABLE_SECONDS (540) is the time after which no job is begun,
+TABLE_REPEATS (5), TABLE_BACKENDS (local,nccl), TABLE_AT_ONCE (3, jobs that are recorded beside each other),
+TABLE_OBSERVED (1: one observed run takes its turn too), TABLE_ALONE (1: one emulation of a graph that was calibrated on
+one GPU, which has seen no transfer).
 
 About 50 s a job for the preparations and 8 s for each run (torch is loaded while the run before is on the GPU): with
-three backends 210 s a job, with one 130 s. --rehearse runs all of it in small on CPUs: times mean nothing then.
+two backends 170 s a job, with one 130 s. --rehearse runs all of it in small on CPUs: times mean nothing then.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +34,7 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from prism_sdk.runtime.gpus import num_gpus
+from prismtrace import TraceReader
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "benchmarks" / "gpu_table_job.py"
@@ -39,8 +45,12 @@ REHEARSE = "--rehearse" in sys.argv
 SECONDS = float(os.environ.get("TABLE_SECONDS", "540"))
 RUN_SECONDS = 100.0
 REPEATS = int(os.environ.get("TABLE_REPEATS", "5"))
-BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,occupy,nccl").split(",")
-OPTIONS = {"local": (), "occupy": ("-O", "occupy=24"), "nccl": ("--backend", "nccl")}
+ALONE = "TABLE_ALONE" in os.environ
+OBSERVED = "TABLE_OBSERVED" in os.environ
+BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,nccl").split(",")
+OPTIONS = {"local": (), "waiting": ("-O", "occupy=off"), "nccl": ("--backend", "nccl")}
+PASSES = ("-O", "passes=1") if REHEARSE else ()
+AT_ONCE = int(os.environ.get("TABLE_AT_ONCE", "3"))
 RECORDED_STEPS, STEPS, WARM = 4, 12, 4
 PAYLOADS = {
     "1f1b": "full",
@@ -175,16 +185,40 @@ def at_once(run: Run) -> bool:
     return run.code == 0
 
 
-def prepare(kind: str, folder: Path) -> Path | None:
-    """A calibrated graph: the job recorded, and observed on both GPUs."""
-    bare, graph, gate = folder / f"{kind}.prism", folder / f"{kind}-graph.prism", folder / "open"
+def record(kinds: Sequence[str], folder: Path) -> None:
+    """Record some jobs beside each other: the host takes longest for it, and nothing is measured."""
+    gate, started = folder / "open", time.monotonic()
     gate.touch()
-    payloads = ("--payloads", PAYLOADS.get(kind, "none"))
-    if not at_once(prism("record", bare, kind, RECORDED_STEPS, *payloads, gate=gate)):
+    runs = []
+    for kind in kinds:
+        payloads = ("--payloads", PAYLOADS.get(kind, "none"))
+        runs.append(prism("record", bare_path(kind, folder), kind, RECORDED_STEPS, *payloads, gate=gate))
+        runs[-1].seconds = 2 * RUN_SECONDS
+        runs[-1].start()
+    for run in runs:
+        run.finish()
+        print(f"   {run.what}: exit {run.code}, {time.monotonic() - started:.1f} s", flush=True)
+
+
+def bare_path(kind: str, folder: Path) -> Path:
+    return folder / f"{kind}-bare.prism"
+
+
+def prepare(kind: str, folder: Path) -> Path | None:
+    """A calibrated graph: the recorded job observed on both GPUs."""
+    bare, graph, gate = bare_path(kind, folder), folder / f"{kind}-graph.prism", folder / "open"
+    if not bare.exists():
         return None
-    more = ("-O", "passes=1") if REHEARSE else ()
-    calibrated = at_once(prism("calibrate", graph, kind, RECORDED_STEPS, "--graph", str(bare), *more, gate=gate))
+    calibrated = at_once(prism("calibrate", graph, kind, RECORDED_STEPS, "--graph", str(bare), *PASSES, gate=gate))
     return graph if calibrated else None
+
+
+def calibrated_alone(kind: str, folder: Path) -> Path:
+    """The graph of a calibration that sees one GPU; its transfers are modelled."""
+    graph = folder / f"{kind}-one-gpu.prism"
+    options = ("--graph", str(bare_path(kind, folder)), *PASSES)
+    at_once(prism("calibrate", graph, kind, RECORDED_STEPS, *options, gate=folder / "open", CUDA_VISIBLE_DEVICES="0"))
+    return graph
 
 
 def table(kind: str, folder: Path) -> dict[str, Any]:
@@ -192,16 +226,44 @@ def table(kind: str, folder: Path) -> dict[str, Any]:
     graph = prepare(kind, folder)
     if graph is None:
         return {"failed": True}
+    graphs = {name: (graph, OPTIONS[name]) for name in BACKENDS}
+    if ALONE:
+        graphs["alone"] = (calibrated_alone(kind, folder), ())
     runs: list[tuple[str, Run]] = []
     for number in range(REPEATS):
         runs.append(("real", real(folder, kind, number)))
-        for backend in BACKENDS:
-            output = folder / f"{kind}-{backend}-{number}.prism"
-            options = ("--graph", str(graph), *OPTIONS[backend])
-            gate = folder / f"gate-{kind}-{backend}-{number}"
-            runs.append((backend, prism("emulate", output, kind, STEPS, *options, gate=gate)))
+        if OBSERVED and not number:
+            output, gate = folder / f"{kind}-observed-{number}.prism", folder / f"gate-{kind}-observed-{number}"
+            runs.append(("observed", prism("observe", output, kind, STEPS, gate=gate)))
+        for name, (path, options) in graphs.items():
+            if name == "alone" and number:
+                continue
+            output, gate = folder / f"{kind}-{name}-{number}.prism", folder / f"gate-{kind}-{name}-{number}"
+            runs.append((name, prism("emulate", output, kind, STEPS, "--graph", str(path), *options, gate=gate)))
     in_turns([run for _, run in runs])
-    return summary(kind, runs)
+    names = [*(["observed"] if OBSERVED else []), *graphs]
+    keep(kind, *(path for path, _ in graphs.values()), *(folder / f"{kind}-{name}-0.prism" for name in names))
+    found = summary(kind, runs, names=names)
+    found["predicted_ms"] = {path.stem: predicted_ms(path) for path, _ in graphs.values()}
+    print(f"   predicted: {found['predicted_ms']}", flush=True)
+    return found
+
+
+def keep(name: str, *paths: Path) -> None:
+    """Traces to look into later, where there is a place for them."""
+    if out := os.environ.get("OUT"):
+        with tarfile.open(Path(out, f"{name}.tar"), "w") as archive:
+            for path in dict.fromkeys(paths):
+                if path.exists():
+                    archive.add(path, path.name)
+
+
+def predicted_ms(path: Path) -> float:
+    """The step that a calibration found."""
+    if not path.exists():
+        return 0.0
+    with TraceReader(path) as reader:
+        return round(float(reader.metadata["calibration.step_ns"]) / 1e6, 3)
 
 
 def summary(kind: str, runs: Sequence[tuple[str, Run]], *, names: Sequence[str] = BACKENDS) -> dict[str, Any]:
@@ -244,7 +306,9 @@ def main() -> int:
     results: dict[str, Any] = {}
     out = os.environ.get("OUT")
     with tempfile.TemporaryDirectory() as text:
-        for kind in kinds:
+        for position, kind in enumerate(kinds):
+            if not position % AT_ONCE:
+                record(kinds[position : position + AT_ONCE], Path(text))
             if time.monotonic() - started > SECONDS:
                 print(f"== {kind}: no time is left", flush=True)
                 continue
@@ -252,8 +316,8 @@ def main() -> int:
             print(f"#### {kind} after {time.monotonic() - started:.1f} s\n", flush=True)
             if out:
                 Path(out, "table.json").write_text(json.dumps(results, indent=1))
-            for path in Path(text).glob("*"):
-                path.unlink()
+            for path in Path(text).glob(f"{kind}-*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
     print(json.dumps(results))
     return 0 if results and not any("failed" in one for one in results.values()) else 1
 

@@ -13,8 +13,9 @@ group's communication stream is a term too, so an engine needs the posts and not
 
 Beyond the recorded steps the plan goes on periodically: an operation of step L + k (L the last recorded step) is the
 operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights are
-kept. A START term moves with its own growth from step L - 1 to L. A source without a counterpart is dropped, and an
-operation left without terms follows itself one step before by ``period_ns``.
+kept. A START term moves with its own growth from step L - 1 to L. A source without a counterpart is dropped: of a step
+in which its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the
+same ordinal means something else. An operation left without terms follows itself one step before by ``period_ns``.
 """
 
 from __future__ import annotations
@@ -173,10 +174,11 @@ class BoundaryPlan:
         return None
 
     def _counterpart(self, index: int, *, step: int) -> int | None:
+        """The operation of the same ordinal in a step that is like the operation's own."""
         ordinals, by_step = self._ordinals
-        there = by_step.get((self.stream(index), step), ())
-        ordinal = ordinals[index]
-        return there[ordinal] if ordinal < len(there) else None
+        stream = self.stream(index)
+        here, there = by_step[stream, int(self.step[index])], by_step.get((stream, step), ())
+        return there[ordinals[index]] if len(there) == len(here) else None
 
     @cached_property
     def _streams(self) -> dict[Stream, tuple[list[int], list[int], int]]:

@@ -147,13 +147,44 @@ def test_terms_of_a_pipeline_stay_bounded_over_steps(sandbox: list[int]) -> None
 
 @pytest.mark.parametrize("sandbox", [[0], [1], [2], [0, 1]])
 def test_a_periodic_job_goes_on_exactly_as_if_more_steps_had_been_recorded(sandbox: list[int]) -> None:
-    long, short = _pipeline(9).graph(), contract(_pipeline(4).graph(), sandbox_ranks=sandbox)
-    plan = contract(long, sandbox_ranks=sandbox)
-    for factor in (1, 2):  # also with a slower sandbox
-        timing = Timing.from_graph(long)
-        inside = np.isin(long.rank_of_row, sandbox)
+    _goes_on_as(_pipeline(4).graph(), _pipeline(9).graph(), sandbox=sandbox)
+
+
+def _buckets(num_steps: int) -> Program:
+    """Data parallel: the first two steps reduce in other buckets, and the second one begins with a broadcast."""
+    p = Program(2, {1: (0, 1)})
+    for step in range(num_steps):
+        p.step = step
+        posted = []
+        if step == 1:
+            posted.append(p.collective(1, lambda _: 1))
+        for rank in (0, 1):
+            p.compute(rank, 52)
+        for _ in range([2, 5, 3][min(step, 2)]):
+            for rank in (0, 1):
+                p.compute(rank, [5, 6][rank])
+            posted.append(p.collective(1, lambda _: 4))
+        for rank in (0, 1):
+            p.compute(rank, 9)  # hides the last reduction: no rank waits, and sources are of all steps before
+        for one in posted:
+            for rank, unit in one.items():
+                p.wait(rank, unit)
+    return p
+
+
+@pytest.mark.parametrize("sandbox", [[0], [1]])
+def test_steps_that_were_unlike_the_last_one_say_nothing_of_later_ones(sandbox: list[int]) -> None:
+    _goes_on_as(_buckets(4).graph(), _buckets(9).graph(), sandbox=sandbox)
+
+
+def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int]) -> None:
+    """The plan of a few steps must give the times of many, with the sandbox as it is and slower."""
+    short, plan = contract(few, sandbox_ranks=sandbox), contract(many, sandbox_ranks=sandbox)
+    for factor in (1, 2):
+        timing = Timing.from_graph(many)
+        inside = np.isin(many.rank_of_row, sandbox)
         timing = replace(timing, duration_ns=np.where(inside, timing.duration_ns * factor, timing.duration_ns))
-        posts = _posts(long, plan, timing)
+        posts = _posts(many, plan, timing)
         expected, _ = evaluate(plan, posts)
         arrivals: dict[tuple[int, int], int] = {}
         for j in range(len(plan)):

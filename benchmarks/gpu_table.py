@@ -6,9 +6,9 @@
 For each job: a recording, an observed calibration on both GPUs, then real and emulated runs in turns, 5 each. What is
 known is printed after every job and written to $OUT/table.json, so a run that is cut off is not lost; the graph and the
 first trace of each kind are in $OUT/JOB.tar. Environment: TABLE_SECONDS (540) is the time after which no job is begun,
-TABLE_REPEATS (5), TABLE_BACKENDS (local,nccl), TABLE_AT_ONCE (3, jobs that are recorded beside each other),
-TABLE_OBSERVED (1: one observed run takes its turn too), TABLE_ALONE (1: one emulation of a graph that was calibrated on
-one GPU, which has seen no transfer).
+TABLE_REPEATS (5), TABLE_STEPS (12), TABLE_BACKENDS (local,nccl), TABLE_AT_ONCE (3, jobs that are recorded beside each
+other), TABLE_OBSERVED (1: one observed run takes its turn too), TABLE_ALONE (1: one emulation of a graph that was
+calibrated on one GPU, which has seen no transfer).
 
 About 50 s a job for the preparations and 8 s for each run (torch is loaded while the run before is on the GPU): with
 two backends 170 s a job, with one 130 s. --rehearse runs all of it in small on CPUs: times mean nothing then.
@@ -50,8 +50,9 @@ OBSERVED = "TABLE_OBSERVED" in os.environ
 BACKENDS = os.environ.get("TABLE_BACKENDS", "local" if REHEARSE else "local,nccl").split(",")
 OPTIONS = {"local": (), "waiting": ("-O", "occupy=off"), "nccl": ("--backend", "nccl")}
 PASSES = ("-O", "passes=1") if REHEARSE else ()
+RECORDED: dict[str, Run] = {}
 AT_ONCE = int(os.environ.get("TABLE_AT_ONCE", "3"))
-RECORDED_STEPS, STEPS, WARM = 4, 12, 4
+RECORDED_STEPS, STEPS, WARM = 3, int(os.environ.get("TABLE_STEPS", "12")), 4
 PAYLOADS = {
     "1f1b": "full",
     "interleaved": "full",
@@ -198,6 +199,20 @@ def record(kinds: Sequence[str], folder: Path) -> None:
     for run in runs:
         run.finish()
         print(f"   {run.what}: exit {run.code}, {time.monotonic() - started:.1f} s", flush=True)
+    RECORDED.update((kind, run) for kind, run in zip(kinds, runs, strict=True) if not run.code)
+
+
+def as_recorded(kind: str, folder: Path, real_run: Run) -> dict[str, bool]:
+    """Whether the recording has the values of a real run, and in its graph the peaks that the real run's GPU had."""
+    few, said = RECORDED_STEPS, RECORDED[kind].said
+    with TraceReader(bare_path(kind, folder)) as reader:
+        peak = int(reader.steps(0).memory_peak_bytes[:few].max())
+    is_there = "LOSS" in real_run.said and "MEMORY" in real_run.said
+    return {
+        "losses": is_there and said["LOSS"]["losses"] == real_run.said["LOSS"]["losses"][:few],
+        "bytes": is_there and said["MEMORY"]["parts"] == real_run.said["MEMORY"]["parts"][:few],
+        "peak_of_graph": is_there and peak == real_run.said["MEMORY"]["parts"][few - 1][1],
+    }
 
 
 def bare_path(kind: str, folder: Path) -> Path:
@@ -209,7 +224,8 @@ def prepare(kind: str, folder: Path) -> Path | None:
     bare, graph, gate = bare_path(kind, folder), folder / f"{kind}-graph.prism", folder / "open"
     if not bare.exists():
         return None
-    calibrated = at_once(prism("calibrate", graph, kind, RECORDED_STEPS, "--graph", str(bare), *PASSES, gate=gate))
+    # as many steps as are compared: a GPU goes slower for some of them, about a second after it began
+    calibrated = at_once(prism("calibrate", graph, kind, STEPS, "--graph", str(bare), *PASSES, gate=gate))
     return graph if calibrated else None
 
 
@@ -217,7 +233,7 @@ def calibrated_alone(kind: str, folder: Path) -> Path:
     """The graph of a calibration that sees one GPU; its transfers are modelled."""
     graph = folder / f"{kind}-one-gpu.prism"
     options = ("--graph", str(bare_path(kind, folder)), *PASSES)
-    at_once(prism("calibrate", graph, kind, RECORDED_STEPS, *options, gate=folder / "open", CUDA_VISIBLE_DEVICES="0"))
+    at_once(prism("calibrate", graph, kind, STEPS, *options, gate=folder / "open", CUDA_VISIBLE_DEVICES="0"))
     return graph
 
 
@@ -245,7 +261,8 @@ def table(kind: str, folder: Path) -> dict[str, Any]:
     keep(kind, *(path for path, _ in graphs.values()), *(folder / f"{kind}-{name}-0.prism" for name in names))
     found = summary(kind, runs, names=names)
     found["predicted_ms"] = {path.stem: predicted_ms(path) for path, _ in graphs.values()}
-    print(f"   predicted: {found['predicted_ms']}", flush=True)
+    found["recorded_as_real"] = as_recorded(kind, folder, runs[0][1])
+    print(f"   predicted: {found['predicted_ms']}, recorded as real: {found['recorded_as_real']}", flush=True)
     return found
 
 
@@ -318,7 +335,6 @@ def main() -> int:
                 Path(out, "table.json").write_text(json.dumps(results, indent=1))
             for path in Path(text).glob(f"{kind}-*"):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-    print(json.dumps(results))
     return 0 if results and not any("failed" in one for one in results.values()) else 1
 
 

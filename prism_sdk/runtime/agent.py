@@ -63,7 +63,9 @@ class Agent:
         self._written = Once()
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
-        if self.spec.mode is not LaunchMode.RECORD and self.spec.device != "cpu" and devices.num_real_devices():
+        if self.spec.device == "cpu" or not devices.num_real_devices():
+            return Tracer(self.spec.rank, writer)
+        if self.spec.mode is not LaunchMode.RECORD:
             from prism_sdk.runtime.oncuda import durations, holdtable
             from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 
@@ -72,7 +74,9 @@ class Agent:
             for name, value in needed.ENVIRONMENT.items():  # before the program makes a group or opens the device
                 os.environ.setdefault(name, value)
             return DeviceTracer(self.spec.rank, writer, is_real=self.spec.mode is LaunchMode.OBSERVE)
-        return Tracer(self.spec.rank, writer)
+        from prism_sdk.runtime.oncuda.metering import MeteredTracer
+
+        return MeteredTracer(self.spec.rank, writer)
 
     def _make_seam(self) -> Seam:
         if self.spec.mode is LaunchMode.OBSERVE:

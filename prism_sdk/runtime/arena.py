@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import defaultdict
+from collections.abc import Iterable
 
 from prism_sdk.errors import RunError
 
@@ -23,7 +24,8 @@ _IO_LIMIT = 1 << 30  # one pread/pwrite moves at most 2 GiB - 4 KiB on Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
-_KEEP_FREE_BYTES = 16 << 20  # free regions beyond this are given back to the system
+# free regions beyond this are given back to the system: of a rank, and, where that is more, of all ranks together
+_KEEP_FREE_BYTES, _KEEP_FREE_BYTES_OF_ALL = 16 << 20, 4 << 30
 
 
 def create_arena(world_size: int) -> int:
@@ -48,8 +50,10 @@ def tensor_memory(data_ptr: int, num_bytes: int) -> memoryview:
 class Arena:
     """One rank's end of the shared file."""
 
-    def __init__(self, fd: int, rank: int) -> None:
+    def __init__(self, fd: int, rank: int, *, num_ranks: int) -> None:
+        """`num_ranks`: how many share the host's memory."""
         self.fd = fd
+        self._keep_bytes = max(_KEEP_FREE_BYTES, _KEEP_FREE_BYTES_OF_ALL // num_ranks)
         self._next = RANK_SPAN_BYTES * rank
         self._limit = RANK_SPAN_BYTES * (rank + 1)
         self._free: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # size -> (offset, pages resident)
@@ -71,7 +75,7 @@ class Arena:
     def release(self, offset: int, num_bytes: int) -> None:
         """Give a region back; its pages return to the system when much is free already."""
         size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
-        resident = self._free_bytes + size <= _KEEP_FREE_BYTES
+        resident = self._free_bytes + size <= self._keep_bytes
         if resident:
             self._free_bytes += size
         else:
@@ -83,7 +87,7 @@ class Arena:
         size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
         _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, offset, size)
 
-    def write(self, offset: int, views: list[memoryview]) -> None:
+    def write(self, offset: int, views: Iterable[memoryview]) -> None:
         """Write `views` one after the other from `offset`."""
         for view in views:
             position = 0

@@ -185,7 +185,7 @@ class CollectiveCarriage:
         memory, position = memory_of(result), 0
         for delivery in call.deliveries:
             part = memory[position : position + delivery.tensor.nbytes]
-            fill(delivery.tensor, lambda view, p=part: view.__setitem__(slice(None), p))  # type: ignore[misc]
+            fill(delivery.tensor, lambda _, view, p=part: view.__setitem__(slice(None), p))  # type: ignore[misc]
             position += delivery.tensor.nbytes
 
     # -- the group's thread -----------------------------------------------------------------------------------------

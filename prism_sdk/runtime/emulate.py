@@ -348,7 +348,7 @@ class EmulateSeam(Seam):
             size = delivery.tensor.nbytes
             part = result[position : position + size]
             if joined is None or recorded is None:
-                fill(delivery.tensor, lambda view, p=part: copy_view(view, p))  # type: ignore[misc]
+                fill(delivery.tensor, lambda _, view, p=part: copy_view(view, p))  # type: ignore[misc]
             else:
                 span = slice(delivery.offset_bytes, delivery.offset_bytes + size)
                 compensate(call, delivery.tensor, part, then=recorded[span], now=joined[span])

@@ -145,7 +145,7 @@ class RecordSeam(Seam):
         self.spec = spec
         self.tracer = tracer
         self.conversation = self.make_conversation(channel)
-        self.arena = Arena(spec.arena_fd, spec.rank)
+        self.arena = Arena(spec.arena_fd, spec.rank, num_ranks=spec.world_size)
         self.groups: list[GroupState] = []
         self._receives = Receives()
         self._shelf = Shelf()
@@ -260,13 +260,13 @@ class RecordSeam(Seam):
 
     def deliver(self, call: Call, sources: Any, read_into: ReadInto) -> None:
         """Fill the outputs from what the members gave."""
-        deliver(call, read_into, lambda member: sources[member][1])
+        deliver(call, read_into, lambda member: sources[member][1], in_pieces=True)
 
     def _place(self, data: Bytes, *, size: int = 1) -> Contribution:
         if data.num_bytes <= INLINE_BYTES * _LARGE_GROUP // max(size, _LARGE_GROUP):
             return bytes(data.joined())
         offset = self.arena.allocate(data.num_bytes)
-        self.arena.write(offset, data.views)
+        self.arena.write(offset, data.pieces())
         return (offset, data.num_bytes)
 
     def _complete(self, call: Call, key: Key, unit: int, keeps: bool, handle: PrismWork | None) -> int:

@@ -9,7 +9,7 @@ computes them or when.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from prism_sdk.runtime.arena import tensor_memory
 from prism_sdk.runtime.calls import Call
+from prism_sdk.runtime.oncuda.staging import can_stage, staged, unstaged
 from prismtrace.model import Op, ReduceOp
+
+_PIECE_BYTES = 1 << 20
 
 ReadInto = Callable[[int, int, memoryview], None]  # (member, offset in its contribution, destination)
 
@@ -53,48 +56,56 @@ class Bytes:
     """The bytes of some tensors one after the other."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.views = [memory_of(plain(tensor)) for tensor in tensors if tensor.numel()]
-        self.num_bytes = sum(len(view) for view in self.views)
+        self._tensors = [tensor for tensor in tensors if tensor.numel()]
+        self.num_bytes = sum(tensor.nbytes for tensor in self._tensors)
+
+    def pieces(self) -> Iterator[memoryview]:
+        """All of them in order; each piece is good until the next one is asked for."""
+        for tensor in self._tensors:
+            if can_stage(tensor):
+                yield from map(memory_of, staged(tensor))
+            else:
+                yield memory_of(plain(tensor))
 
     def joined(self) -> memoryview | bytes:
         """All in one buffer, without a copy when there is only one."""
-        if len(self.views) == 1:
-            return self.views[0]
-        return b"".join(self.views)
+        views = [memory_of(plain(tensor)) for tensor in self._tensors]
+        return views[0] if len(views) == 1 else b"".join(views)
 
 
-def fill(tensor: torch.Tensor, read: Callable[[memoryview], None]) -> None:
-    """Overwrite `tensor` with what `read` puts into a buffer of its size."""
+def fill(tensor: torch.Tensor, read: Callable[[int, memoryview], None], *, in_pieces: bool = False) -> None:
+    """Overwrite `tensor` with what `read(offset, memory)` puts into memory of its size, or piece by piece."""
     if tensor.numel() == 0:
         return
     target = tensor.detach()
-    if target.is_contiguous() and target.device.type == "cpu" and not target.is_conj() and not target.is_neg():
-        read(memory_of(target))
-        return
-    buffer = torch.empty(target.shape, dtype=target.dtype, device="cpu")  # programs change the default device
-    read(memory_of(buffer))
-    target.copy_(buffer)
+    if is_plain(target):
+        read(0, memory_of(target))
+    elif in_pieces and can_stage(target):
+        for offset, piece in unstaged(target):
+            read(offset, memory_of(piece))
+    else:
+        buffer = torch.empty(target.shape, dtype=target.dtype, device="cpu")  # programs change the default device
+        read(0, memory_of(buffer))
+        target.copy_(buffer)
 
 
 def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Tensor]:
-    """Reduce all contributions to `call` in rank order; one flat tensor for each tensor of the contribution."""
+    """Reduce all contributions to `call` in rank order; one flat tensor for each tensor of the contribution.
+
+    Those of an all-reduce are its outputs where these can be written to: nothing is to be delivered then.
+    """
     fold = FOLD[call.reduce_op]
-    totals, offset = [], 0
-    for like in call.contribution:
-        total = torch.empty(like.numel(), dtype=like.dtype, device="cpu")
-        if like.numel():
-            part = torch.empty_like(total)
-            for member in range(num_members):
-                target = total if member == 0 else part
-                read_into(member, offset, memory_of(target))
-                if member:
-                    fold(total, part)
-            if call.reduce_op is ReduceOp.AVG:
-                is_exact = total.is_floating_point() or total.is_complex()
-                total.div_(num_members, rounding_mode=None if is_exact else "trunc")
-        totals.append(total)
-        offset += like.nbytes
-    return totals
+
+    def reduce(piece: torch.Tensor, room: torch.Tensor, offset: int) -> None:
+        for member in range(num_members):
+            target = room if member else piece
+            read_into(member, offset, memory_of(target))
+            if member:
+                fold(piece, room)
+        if call.reduce_op is ReduceOp.AVG:
+            piece.div_(num_members, rounding_mode=None if _is_exact(piece) else "trunc")
+
+    return _in_pieces(call, reduce)
 
 
 def combine_weighted(
@@ -102,24 +113,52 @@ def combine_weighted(
 ) -> list[torch.Tensor]:
     """As `combine`, where each part is (a member, for how many members its contribution stands)."""
     fold = FOLD[call.reduce_op]
-    totals, offset = [], 0
-    for like in call.contribution:
-        total = torch.empty(like.numel(), dtype=like.dtype)
-        part = torch.empty_like(total)
-        is_exact = total.is_floating_point() or total.is_complex()
-        for number, (member, weight) in enumerate(parts if like.numel() else ()):
-            target = part if number else total
+
+    def reduce(piece: torch.Tensor, room: torch.Tensor, offset: int) -> None:
+        for number, (member, weight) in enumerate(parts):
+            target = room if number else piece
             read_into(member, offset, memory_of(target))
             # the average is weighted at once: the sum of a thousand half-precision values may be too large
-            is_mean = call.reduce_op is ReduceOp.AVG and is_exact
+            is_mean = call.reduce_op is ReduceOp.AVG and _is_exact(piece)
             _repeat(target, call.reduce_op, weight / num_members if is_mean else weight)
             if number:
-                fold(total, part)
-        if call.reduce_op is ReduceOp.AVG and not is_exact:
-            total.div_(num_members, rounding_mode="trunc")
+                fold(piece, room)
+        if call.reduce_op is ReduceOp.AVG and not _is_exact(piece):
+            piece.div_(num_members, rounding_mode="trunc")
+
+    return _in_pieces(call, reduce)
+
+
+def _in_pieces(call: Call, reduce: Callable[[torch.Tensor, torch.Tensor, int], None]) -> list[torch.Tensor]:
+    """`reduce(piece, room of its size, offset in a contribution)` for pieces that stay in the processor's cache.
+
+    Room for a whole contribution beside the result would be new memory each time, which the system clears first: half
+    of what a large reduction took.
+    """
+    totals, offset = [], 0
+    outputs = call.outputs if call.op is Op.ALL_REDUCE and len(call.outputs) == len(call.contribution) else []
+    for index, like in enumerate(call.contribution):
+        output = outputs[index].detach() if outputs else like
+        is_own = bool(outputs) and is_plain(output) and output.dtype == like.dtype and output.numel() == like.numel()
+        total = output.view(-1) if is_own else torch.empty(like.numel(), dtype=like.dtype, device="cpu")
+        each = max(_PIECE_BYTES // like.itemsize, 1)
+        room = torch.empty(min(each, like.numel()), dtype=like.dtype, device="cpu")
+        for piece in total.split(each) if like.numel() else ():
+            reduce(piece, room[: piece.numel()], offset)
+            offset += piece.nbytes
         totals.append(total)
-        offset += like.nbytes
     return totals
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is its values one after the other, on the host."""
+    return (
+        tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.is_conj() and not tensor.is_neg()
+    )  # fmt: skip
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 _SUMS = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
@@ -137,15 +176,20 @@ def _repeat(tensor: torch.Tensor, op: ReduceOp, times: float) -> None:
         tensor.zero_()
 
 
-def deliver(call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequence[int]]) -> None:
-    """Fill the outputs of `call`. Of an all-to-all, `send_bytes(member)` says how a contribution is split."""
-    for delivery in call.deliveries:
-        fill(delivery.tensor, lambda view, d=delivery: read_into(d.source, d.offset_bytes, view))  # type: ignore[misc]
+def deliver(
+    call: Call, read_into: ReadInto, send_bytes: Callable[[int], Sequence[int]], *, in_pieces: bool = False
+) -> None:
+    """Fill the outputs of `call`. Of an all-to-all, `send_bytes(member)` says how a contribution is split.
+
+    `in_pieces`: a contribution may be read in pieces.
+    """
+    places = [(one.tensor, one.source, one.offset_bytes) for one in call.deliveries]
     if call.receive_tensors is not None:
         me = call.group.group_rank
-        for member, tensor in enumerate(call.receive_tensors):
-            offset = sum(send_bytes(member)[:me])
-            fill(tensor, lambda view, m=member, o=offset: read_into(m, o, view))  # type: ignore[misc]
+        places += [(tensor, member, sum(send_bytes(member)[:me])) for member, tensor in enumerate(call.receive_tensors)]
+    for tensor, source, start in places:
+        fill(tensor, lambda at, view, m=source, o=start: read_into(m, o + at, view),  # type: ignore[misc]
+             in_pieces=in_pieces)  # fmt: skip
 
 
 def deliver_repeated(call: Call, of_member: NDArray[np.int32], read_into: ReadInto) -> bool:
@@ -187,18 +231,20 @@ def deliver_locally(call: Call, source: Sequence[torch.Tensor]) -> None:
     def read_into(_source: int, offset: int, target: memoryview) -> None:
         copy_bytes(target, view[offset : offset + len(target)])
 
-    deliver(call, read_into, lambda member: ())
+    deliver(call, read_into, lambda member: (), in_pieces=True)
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """memcpy without the interpreter lock, so that a second thread of the rank goes on."""
+    """memcpy without the interpreter lock, so that a second thread of the rank goes on; nothing onto itself."""
     if not len(target):
         return
     destination = (ctypes.c_char * len(target)).from_buffer(target)
     if source.readonly:
         target[:] = source
         return
-    ctypes.memmove(destination, (ctypes.c_char * len(source)).from_buffer(source), len(target))
+    origin = (ctypes.c_char * len(source)).from_buffer(source)
+    if ctypes.addressof(origin) != ctypes.addressof(destination):
+        ctypes.memmove(destination, origin, len(target))
 
 
 def memory_differs(a: memoryview, b: memoryview) -> bool:

@@ -17,7 +17,7 @@ from prism_sdk.runtime import observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
 from prism_sdk.runtime.intercept import _refuse_capture  # noqa: E402
 from prism_sdk.runtime.observe import ObserveSeam  # noqa: E402
-from prism_sdk.runtime.oncuda import clock, durations, tracing  # noqa: E402
+from prism_sdk.runtime.oncuda import clock, durations, metering, tracing  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
 from prism_sdk.runtime.tracer import open_shard  # noqa: E402
 from prismtrace import ABSENT, DType, GraphKind, Op, ProcessGroup, ReduceOp, TraceReader, UnitKind, validate  # noqa: E402
@@ -33,7 +33,7 @@ def observed(
     gpu = Gpu(monkeypatch)
     entries: list[dict[str, Any]] = []
     monkeypatch.setattr(durations, "_entries", lambda: entries)
-    monkeypatch.setattr(tracing, "PeakMeter", lambda: SimpleNamespace(take=lambda: (gpu.host % 1000 + 5, 9)))
+    monkeypatch.setattr(metering, "PeakMeter", lambda: SimpleNamespace(take=lambda: (gpu.host % 1000 + 5, 9)))
     tracer = tracing.DeviceTracer(0, open_shard(tmp_path, 0, GraphKind.OBSERVED, 2, {}))
     tracer.add_group(ProcessGroup(group_id=77, name="0", description="", backend="nccl", ranks=(0, 1)))
 
@@ -77,7 +77,27 @@ def test_a_collective_beside_computation_has_its_own_times(observed: Any) -> Non
     assert lengths[-2] == pytest.approx(10_000_000, abs=10_000)
     assert steps.end_ns[0] - origin == pytest.approx(19_000_000, abs=20_000)
     assert steps.memory_peak_bytes.tolist() != [ABSENT]
-    assert steps.columns()[tracing.RESERVED_COLUMN].tolist() == [9]
+    assert steps.columns()[metering.RESERVED_COLUMN].tolist() == [9]
+
+
+def test_a_recorded_step_has_the_peak_of_device_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host holds meanwhile is Prism's own affair, and many times that."""
+    Gpu(monkeypatch)
+    peaks = iter([(700, 900), (650, 900), (800, 1000)])
+    monkeypatch.setattr(metering, "PeakMeter", lambda: SimpleNamespace(take=lambda: next(peaks)))
+    tracer = metering.MeteredTracer(0, open_shard(tmp_path, 0, GraphKind.BARE, 1, {}))
+    for num_parts in (1, 2):  # an optimizer in two parts: one step
+        tracer.backward_begins([])
+        tracer.backward_ends()
+        for _ in range(num_parts):
+            tracer.optimizer_begins()
+            tracer.optimizer_ends()
+    tracer.finish("complete")
+    with TraceReader(tmp_path / "rank-00000.prism") as reader:
+        steps, units = reader.steps(0), reader.units(0)
+    assert steps.memory_peak_bytes.tolist() == [700, 800]
+    assert steps.columns()[metering.RESERVED_COLUMN].tolist() == [900, 1000]
+    assert set(units.memory_bytes.tolist()) == {ABSENT}
 
 
 def test_a_stream_that_is_held_up_says_when_a_communication_ended(observed: Any) -> None:

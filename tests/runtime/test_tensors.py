@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from prism_sdk.runtime import tensors  # noqa: E402
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState  # noqa: E402
+from prism_sdk.runtime.oncuda import staging  # noqa: E402
 from prism_sdk.runtime.tensors import Bytes, combine, copy_bytes, deliver, deliver_locally, fill  # noqa: E402
 from prismtrace.model import Op, ReduceOp  # noqa: E402
 
@@ -25,12 +28,12 @@ def group(size: int, group_rank: int = 0) -> GroupState:
     )
 
 
-def call(op: Op, members: int, tensors: list[Any], **more: Any) -> Call:
-    return Call(op, group(members, more.pop("group_rank", 0)), lambda: None, contribution=tensors, **more)
+def call(op: Op, members: int, given_tensors: list[Any], **more: Any) -> Call:
+    return Call(op, group(members, more.pop("group_rank", 0)), lambda: None, contribution=given_tensors, **more)
 
 
 def reader(contributions: list[list[Any]]) -> Any:
-    joined = [bytes(Bytes(tensors).joined()) for tensors in contributions]
+    joined = [bytes(Bytes(row).joined()) for row in contributions]
 
     def read_into(member: int, offset: int, view: memoryview) -> None:
         view[:] = joined[member][offset : offset + len(view)]
@@ -78,19 +81,28 @@ def allowed(reduce_op: ReduceOp, dtype: Any) -> bool:
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=3),
     seed=st.integers(0, 2**31),
     is_strided=st.booleans(),
+    piece_bytes=st.sampled_from([1, 24, 1 << 20]),
+    is_in_place=st.booleans(),
 )
-def test_combine_is_the_fold_in_rank_order_bit_for_bit(reduce_op, dtype, members, shapes, seed, is_strided):  # type: ignore[no-untyped-def]
+def test_combine_is_the_fold_in_rank_order_bit_for_bit(  # type: ignore[no-untyped-def]
+    reduce_op, dtype, members, shapes, seed, is_strided, piece_bytes, is_in_place
+):
     if not allowed(reduce_op, dtype):
         return
     contributions = [[values(dtype, s, seed + 31 * m + i) for i, s in enumerate(shapes)] for m in range(members)]
     if is_strided:
-        contributions = [[t.transpose(0, -1) if t.dim() else t for t in tensors] for tensors in contributions]
-    totals = combine(
-        call(Op.ALL_REDUCE, members, contributions[0], reduce_op=reduce_op), members, reader(contributions)
-    )
+        contributions = [[t.transpose(0, -1) if t.dim() else t for t in row] for row in contributions]
+    read = reader(contributions)
+    outputs = contributions[0] if is_in_place else [t.clone() for t in contributions[0]]
+    parts = [[t.clone() for t in row] for row in contributions]
+    this = call(Op.ALL_REDUCE, members, contributions[0], reduce_op=reduce_op, outputs=outputs)
+    with mock.patch.object(tensors, "_PIECE_BYTES", piece_bytes):
+        totals = combine(this, members, read)
     for index, total in enumerate(totals):
-        expected = wanted(reduce_op, [tensors[index].contiguous() for tensors in contributions])
+        expected = wanted(reduce_op, [row[index].contiguous() for row in parts])
         assert total.dtype == dtype
+        if outputs[index].is_contiguous() and total.numel():
+            assert total.data_ptr() == outputs[index].data_ptr()  # nothing is left to be delivered
         assert torch.equal(total.view(torch.uint8), expected.contiguous().view(-1).view(torch.uint8))
 
 
@@ -110,7 +122,7 @@ def test_all_to_all_takes_each_member_s_piece(members: int, data: st.DataObject)
 def test_fill_keeps_views_and_leaves_the_rest_alone() -> None:
     whole = torch.zeros(4, 4)
     source = torch.arange(8.0)
-    fill(whole[:, ::2], lambda view: copy_bytes(view, Bytes([source]).views[0]))
+    fill(whole[:, ::2], lambda _, view: copy_bytes(view, memoryview(Bytes([source]).joined())))
     assert torch.equal(whole[:, ::2], source.view(4, 2))
     assert not whole[:, 1::2].any()
 
@@ -131,6 +143,29 @@ def test_bytes_outlive_the_tensors_they_were_copied_from() -> None:
     view = memoryview(Bytes([torch.arange(4096.0).view(64, 64).t()]).joined())
     torch.full((64, 64), 7.0)  # would take the memory of the copy if that were free
     assert bytes(view) == bytes(Bytes([torch.arange(4096.0).view(64, 64).t().contiguous()]).joined())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    dtype=st.sampled_from([*FLOATS, *INTEGERS, torch.bool]),
+    shapes=st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=4),
+    room_bytes=st.integers(1, 40), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_what_goes_through_a_piece_of_host_memory_arrives(dtype, shapes, room_bytes, seed):  # type: ignore[no-untyped-def]
+    """As tensors of a GPU go, here with those of the host."""
+    sources = [values(dtype, shape, seed + i) for i, shape in enumerate(shapes)]
+    targets = [torch.zeros_like(source) for source in sources]
+    room = torch.empty(room_bytes, dtype=torch.uint8)
+    rooms = mock.patch.object(staging, "room", lambda: room)
+    stages = mock.patch.object(tensors, "can_stage", lambda tensor: tensor.numel() > 0)
+    on_host = mock.patch.object(tensors, "is_plain", lambda tensor: False)
+    with rooms, stages, on_host, mock.patch.object(staging, "_BYTES", room_bytes):
+        moved = b"".join(bytes(piece) for piece in Bytes(sources).pieces())
+        assert moved == bytes(Bytes(sources).joined())
+        deliveries = [Delivery(target, 0, sum(s.nbytes for s in sources[:i])) for i, target in enumerate(targets)]
+        this = call(Op.ALL_GATHER, 1, sources, deliveries=deliveries)
+        deliver(this, reader([sources]), lambda member: (), in_pieces=True)
+    assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
 
 
 def test_empty_tensors_contribute_nothing() -> None:

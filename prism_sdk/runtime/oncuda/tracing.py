@@ -1,7 +1,7 @@
 """The tracer of an observed rank on a GPU: rows get the device's times in place of the host's.
 
-Responsible for turning marks into times, for the ends of what NCCL runs beside the program's streams, and for the peaks
-of device memory.  It adds no wait for the GPU before the program has ended.
+Responsible for turning marks into times, and for the ends of what NCCL runs beside the program's streams.  It adds no
+wait for the GPU before the program has ended.
 
 COMPUTE and WAIT rows are those of the program's main stream; a communication starts where the stream that was current
 had got to when the program asked for it, and ends when it was done on NCCL's stream, or on a stream of the program's
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,13 @@ import torch
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.oncuda.clock import DeviceClock, Mark
 from prism_sdk.runtime.oncuda.durations import Durations
+from prism_sdk.runtime.oncuda.metering import MeteredTracer
 from prism_sdk.runtime.oncuda.order import device_of
-from prism_sdk.runtime.oncuda.peaks import PeakMeter
 from prism_sdk.runtime.oncuda.scratch import uses_nccl
 from prism_sdk.runtime.oncuda.streams import SideWaits
 from prism_sdk.runtime.oncuda.usage import OTHERS_KEY, process_bytes
-from prism_sdk.runtime.resident import ResidentMemory
 from prism_sdk.runtime.rows import ASYNC, AWAITS, END, GROUP, KIND, PEER, START
-from prism_sdk.runtime.tracer import Tracer
 from prismtrace import ABSENT, Op, TraceWriter, UnitKind
-
-RESERVED_COLUMN = "prism.device_reserved_peak_bytes"
-"""Named column of steps: the peak of what the allocator has reserved; `memory_peak_bytes` is of what it gave out."""
 
 ISSUED_COLUMN = "prism.issued_ns"
 """Named column of units: when the program, on the host, came to what `start_ns` gives in the device's time."""
@@ -45,13 +40,12 @@ _WATCHDOG_S = 1.0  # torch's looks ten times a second
 _COMPUTE, _WAIT, _COLLECTIVE = int(UnitKind.COMPUTE), int(UnitKind.WAIT), int(UnitKind.COLLECTIVE)
 
 
-class DeviceTracer(Tracer):
+class DeviceTracer(MeteredTracer):
     """Keeps rows until the GPU has passed them, one whole step behind the program."""
 
     def __init__(self, rank: int, writer: TraceWriter, *, is_real: bool = False) -> None:
         """`is_real`: nothing of the job is emulated, so what the device holds is what it holds in the job."""
-        resident = ResidentMemory()
-        super().__init__(rank, writer, memory=lambda: ABSENT if torch.cuda.is_initialized() else resident())
+        super().__init__(rank, writer)
         self._clock = DeviceClock()
         self.now, self.points = self._clock.mark, self._clock.points
         self._durations = Durations()
@@ -60,9 +54,6 @@ class DeviceTracer(Tracer):
         self._chain_ns = 0  # where the last COMPUTE or WAIT row ended
         self._lane_ends: dict[tuple[int, int], int] = {}  # stream of NCCL's -> end of the last unit on it
         self._is_real = is_real
-        self._meter: PeakMeter | None = None
-        self._peaks = (0, 0)
-        self._reserved: dict[int, int] = {}  # step -> peak of reserved bytes
 
     def runs(self, unit: int, call: Call, *, in_block: bool) -> None:
         """A backend was asked for `unit`; `in_block`: between the begin and the end of explicit coalescing."""
@@ -103,21 +94,10 @@ class DeviceTracer(Tracer):
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
-    def optimizer_ends(self) -> None:
-        super().optimizer_ends()
-        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-            self._meter = self._meter or PeakMeter()
-            allocated, reserved = self._meter.take()
-            self._peaks = max(allocated, self._peaks[0]), max(reserved, self._peaks[1])
-
     def _take_peak(self) -> int:
-        resident = super()._take_peak()
-        if self._meter is None:
-            return resident
-        (allocated, self._reserved[self.step]), self._peaks = self._peaks, (0, 0)
-        if self._is_real and self.step == _SETTLED_STEP:
+        if self._is_real and self._meter is not None and self.step == _SETTLED_STEP:
             self._note_others()
-        return allocated
+        return super()._take_peak()
 
     def _note_others(self) -> None:
         """What the device holds of this process beside torch's memory: by now NCCL has connected."""
@@ -164,12 +144,6 @@ class DeviceTracer(Tracer):
         ]  # fmt: skip
         super()._write_steps(everything=everything)
         self._steps = kept
-
-    def _more_of_steps(self, steps: Sequence[int]) -> dict[str, Any]:
-        if not self._reserved:
-            return {}
-        reserved = [self._reserved.pop(step, ABSENT) for step in steps]
-        return {RESERVED_COLUMN: np.array(reserved, dtype=np.int64)}
 
     def _columns(self, rows: list[list[Any]]) -> dict[str, Any]:
         waited = {row[AWAITS]: row for row in rows if row[KIND] == _WAIT}

@@ -67,7 +67,7 @@ class BranchHost(RankHost):
         self._link, self._is_over, self._was_told = link, False, False
         self._token = secrets.token_hex(16)
         self._arena_fd = create_arena(begin.world_size)
-        self._arena = Arena(self._arena_fd, 0)
+        self._arena = Arena(self._arena_fd, 0, num_ranks=begin.world_size)
         environment = {**begin.environment, "CUDA_VISIBLE_DEVICES": ""}
         with _captured_output() as self._outputs:
             super().__init__(

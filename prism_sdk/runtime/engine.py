@@ -113,6 +113,18 @@ class BoundaryEngine:
             self._origin_ns = self._board.origin_if_set() if self._board is not None else 0
         return self._arrival(handle, wait=False) if self._origin_ns else None
 
+    def arrival_of_others(self, handle: tuple[int, int]) -> int | None:
+        """When the virtual members have arrived at a collective with no other sandbox member; None: not known yet."""
+        if not self._origin_ns or len(self.plan.members(handle[0])) > 1:
+            return None
+        arrival = 0
+        for source, shift, weight in self._terms.get(handle) or self.plan.terms(handle[0], shift=handle[1]):
+            base = self._origin_ns if source == START else self._arrivals.get((source, shift))
+            if base is None:
+                return None
+            arrival = max(arrival, base + weight)
+        return arrival
+
     def row(self, index: int, shift: int) -> int:
         """The row of an operation on the board."""
         return index + shift * len(self.plan)

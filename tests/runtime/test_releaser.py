@@ -23,7 +23,7 @@ from prism_sdk.runtime.engine import BoundaryEngine
 from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.holdtable import NUM_SLOTS, HoldTable, create_table
 from prism_sdk.runtime.oncuda.releaser import MAX_LEAD_NS, Releaser
-from tests.graph.jobs import random_program
+from tests.graph.jobs import Program, random_program
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -217,3 +217,43 @@ def test_calls_that_are_alike_have_a_lead_of_their_own(shared: Shared) -> None:
         shared.pass_(number)
         releaser.look()
     assert {like: releaser.lead_ns(like) for like in took} == took
+
+
+@pytest.mark.parametrize(("took_ns", "is_ahead"), [(400_000, True), (100_000, False)])
+def test_a_call_that_takes_all_of_its_time_begins_when_the_others_arrive(
+    shared: Shared, took_ns: int, is_ahead: bool
+) -> None:
+    """And one that is quicker than the operation of the job waits for the rank, and for the rest of the time."""
+    program = Program(2, {1: (0, 1)})
+    for _ in range(40):
+        program.compute(0, 1_000_000)
+        program.compute(1, 700_000)
+        for rank, unit in program.collective(1, lambda _: 400_000).items():
+            program.wait(rank, unit)
+        program.step += 1
+    plan = contract(program.graph(), sandbox_ranks=[0])
+    clock = shared.rank.origin_ns = 1
+    releaser = Releaser(shared.other, BoundaryEngine(plan, 0, None), clock=lambda: clock)
+    ended = clock
+    for number in range(40):
+        shared.rank.append(fields.HELD, (number, 0), like=1)
+        releaser.look()
+        clock = ended + 700_000  # the other rank's arrival
+        releaser.look()
+        released = shared.is_released(number)
+        clock = ended + 1_000_000
+        shared.arrive(number)
+        releaser.look()
+        while not shared.is_released(number):
+            clock += 1_000
+            releaser.look()
+        clock += took_ns
+        shared.pass_(number)
+        releaser.look()
+        due = shared.rank.longs[shared.rank.long(number, fields.DUE)]
+        assert due == ended + 1_400_000
+        if number:  # the first one is what the lead is learnt from
+            assert released == is_ahead
+            assert abs(clock - due) <= 1_000
+        ended = due
+    assert not releaser.num_open

@@ -7,6 +7,9 @@ It polls, on a CPU of its own where there is one: nothing of the rank's interpre
 between an arrival and its release.  A release takes some microseconds to reach the stream, and where it lets a
 collective of a library begin, as long as that takes; it is written that much ahead of time, as measured on the releases
 of its like before.
+
+A call that takes all the time that the operation takes in the job begins as it does there: who stands for the others
+joins when they arrive, whether the sandbox rank is there or not.  Else it would join late by what a release takes.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ class Held:
     """An operation that was issued and is not done."""
 
     __slots__ = (
-        "arrived", "done", "due_ns", "handle", "like", "number", "posted_ns", "release", "released_ns", "ticket",
+        "arrived", "done", "due_ns", "handle", "like", "number", "others_ns", "posted_ns", "release", "released_ns",
+        "ticket",
     )  # fmt: skip
 
     def __init__(self, number: int, handle: tuple[int, int], like: int = 0) -> None:
@@ -48,6 +52,7 @@ class Held:
         self.release = HoldTable.word(number, fields.RELEASE)
         self.done = HoldTable.word(number, fields.DONE)
         self.posted_ns = self.due_ns = self.released_ns = 0
+        self.others_ns: int | None = None
 
 
 class _Lead:
@@ -109,6 +114,8 @@ class Releaser:
         for lane in self._lanes.values():
             while lane and words[lane[0].arrived] == lane[0].ticket:
                 self._arrive(lane.popleft(), clock())
+            if lane and lane[0].like and not lane[0].released_ns and self._learns:
+                self._let_join(lane[0], clock())
         if self._arrived:
             self._settle()
         due = self._due
@@ -139,6 +146,18 @@ class Releaser:
             self._taken = table.taken = number + 1
         self.engine.start_at(table.origin_ns)
 
+    def _let_join(self, held: Held, now: int) -> None:
+        """Release a call for which the rank has not arrived yet, where that is what the others would do."""
+        if held.others_ns is None:
+            held.others_ns = self.engine.arrival_of_others(held.handle)
+        takes_all = self._lead(held.like).ns + MAX_LEAD_NS >= self.engine.transfer(held.handle)
+        if takes_all and held.others_ns is not None and held.others_ns <= now:
+            self._write(held)
+
+    def _write(self, held: Held) -> None:
+        self.table.words[held.release] = held.ticket
+        held.released_ns = self._clock()
+
     def _arrive(self, held: Held, now: int) -> None:
         held.posted_ns = now
         self.table.longs[self.table.long(held.number, fields.POSTED)] = now
@@ -154,12 +173,15 @@ class Releaser:
                 still.append(held)
                 continue
             held.due_ns = arrival + self.engine.transfer(held.handle)
-            heapq.heappush(self._due, (held.due_ns - self._lead(held.like).ns, held.number, held))
+            if held.released_ns:
+                self._release(held)
+            else:
+                heapq.heappush(self._due, (held.due_ns - self._lead(held.like).ns, held.number, held))
         self._arrived = still
 
     def _release(self, held: Held) -> None:
-        self.table.words[held.release] = held.ticket
-        held.released_ns = self._clock()
+        if not held.released_ns:
+            self._write(held)
         longs, at = self.table.longs, self.table.long(held.number, 0)
         longs[at + fields.DUE], longs[at + fields.RELEASED] = held.due_ns, held.released_ns
         self._released.append(held)
@@ -168,7 +190,7 @@ class Releaser:
         self.table.longs[self.table.long(held.number, fields.DONE_AT)] = now
         self._released.remove(held)
         if self._learns:
-            self._lead(held.like).learn(now - held.released_ns)
+            self._lead(held.like).learn(now - max(held.released_ns, held.posted_ns))
 
     def run(self, *, is_over: Callable[[], bool]) -> None:
         """Look again and again until the rank has ended and nothing is open, or `is_over`."""

@@ -16,6 +16,7 @@ from prism_sdk.abc import Carriage, CarriedOperation, ReplaySession
 from prism_sdk.graph.plan import BoundaryPlan
 from prism_sdk.runtime import rows
 from prism_sdk.runtime.calls import COMBINED, Call, GroupState
+from prism_sdk.runtime.coalescing import Blocks
 from prism_sdk.runtime.cpus import CpuWaits
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
@@ -31,7 +32,7 @@ from prism_sdk.runtime.oncuda.scratch import results_of
 from prism_sdk.runtime.oncuda.shelf import Kept, Shelf, forget_message
 from prism_sdk.runtime.prefetch import Consumer
 from prism_sdk.runtime.ranks import RankSpec
-from prism_sdk.runtime.record import Conversation, install_coalescing
+from prism_sdk.runtime.record import Conversation
 from prism_sdk.runtime.tensors import (
     Bytes,
     deliver,
@@ -81,6 +82,7 @@ class EmulateSeam(Seam):
         self.groups: list[GroupState] = []
         self._receives = Receives()
         self._shelf = Shelf()
+        self._blocks = Blocks(tracer)
         self._mesh: Any = None  # transport between sandbox ranks, where the script's own groups cannot serve
 
     def _open_session(self) -> ReplaySession:
@@ -92,7 +94,7 @@ class EmulateSeam(Seam):
         from prism_sdk.runtime.store import install_rendezvous
 
         install_rendezvous(self.conversation, lambda regions: None)
-        install_coalescing()
+        self._blocks.install(is_real=self.keeps_real_backend)
         install_destroying(lambda: self.groups, self._shelf.forget)
         install_futures()
         if self.facts.by_roles:
@@ -209,6 +211,7 @@ class EmulateSeam(Seam):
                 return None
             timed = TimedWork.of(work, self.tracer, unit, call, posted)
             timed.source = -1 if call.peer is None else call.peer
+            self._blocks.add(call.group.name, timed)
             return timed
 
         is_filled = device_of(call) is not None and fill_alone(call)

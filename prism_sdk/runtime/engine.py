@@ -87,6 +87,7 @@ class BoundaryEngine:
         self._arrivals: dict[tuple[int, int], int] = {}
         self.is_told_all = False  # of this rank's posts in their order: what is missing is no post at all
         self._to_come: dict[tuple[int, int], Callable[[], int]] = {}  # posts that a GPU makes: 0 until it has
+        self._transfers: dict[int, int] = {}  # of operations of the plan, as far as they were asked for
         self._terms: dict[tuple[int, int], tuple[Term, ...]] = {}  # looked up ahead of the time that counts
 
     def start(self, origin: int) -> None:
@@ -202,8 +203,12 @@ class BoundaryEngine:
         return self._transfer(handle)
 
     def _transfer(self, handle: tuple[int, int]) -> int:
+        known = self._transfers.get(handle[0])
+        if known is not None:
+            return known
         for rank, transfer in self.plan.members(handle[0]):
             if rank == self.rank:
+                self._transfers[handle[0]] = transfer
                 return transfer
         raise RunError(f"rank {self.rank} is no member of boundary operation {handle[0]}", rank=self.rank)
 

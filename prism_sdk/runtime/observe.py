@@ -10,10 +10,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.coalescing import Blocks
 from prism_sdk.runtime.eager import uncompiled
 from prism_sdk.runtime.futures import DrivenFuture, install_futures
 from prism_sdk.runtime.intercept import Seam
@@ -170,32 +170,11 @@ class ObserveSeam(Seam):
     def __init__(self, tracer: Tracer) -> None:
         self.tracer = tracer
         self._device = tracer if isinstance(tracer, DeviceTracer) else None
-        self._blocks: dict[str, list[TimedWork]] = {}  # group name -> what is coalesced in it now
+        self._blocks = Blocks(tracer)
 
     def install(self) -> None:
         install_futures()
-        self._follow_blocks()
-
-    def _follow_blocks(self) -> None:
-        """What is coalesced explicitly is waited for by one handle, which the backend makes at the end of the block."""
-        group_class: Any = dist.ProcessGroup
-        start, end = group_class._start_coalescing, group_class._end_coalescing
-
-        def start_coalescing(group: Any, device: torch.device) -> None:
-            start(group, device)
-            self._blocks[group.group_name] = []
-
-        def end_coalescing(group: Any, device: torch.device) -> Any:
-            works = self._blocks.pop(group.group_name, [])
-            inner, ended = end(group, device), self.tracer.now()
-            if inner is not None:
-                return TimedBlock(inner, self.tracer, works)
-            for work in works:  # they ran on the program's own stream
-                work.give_up()
-                self.tracer.wait(work.unit, ended, ended, blocked=True)
-            return None
-
-        group_class._start_coalescing, group_class._end_coalescing = start_coalescing, end_coalescing
+        self._blocks.install()
 
     def group_created(self, group: GroupState) -> None:
         trace_group(self.tracer, group)
@@ -225,16 +204,16 @@ class ObserveSeam(Seam):
                 device.ends_beside(unit, beside)
             else:
                 tracer.wait(unit, posted, tracer.now(), blocked=True, is_of_main=device is not None)
-        block = self._blocks.get(group.name) if self._blocks else None
         if device is not None:
-            device.expect(unit, group, op, num_calls, is_async=is_async, in_block=block is not None)
+            in_block = bool(self._blocks) and self._blocks.has_open(group.name)
+            device.expect(unit, group, op, num_calls, is_async=is_async, in_block=in_block)
         if work is None:
             return None
         any_source = (group, tag or 0) if other is None and op is _RECV else None
         timed = TimedWork(work, tracer, unit, posted, is_async=is_async, outputs=outputs, on_device=on_device,
                           any_source=any_source)  # fmt: skip
-        if block is not None:
-            block.append(timed)
+        if self._blocks:
+            self._blocks.add(group.name, timed)
         return timed
 
 
@@ -243,25 +222,3 @@ def _outline_of(call: Call) -> Outline:
         call.op, call.reduce_op, call.dtype, call.num_elements_in, call.num_elements_out, call.other_rank, call.tag,
         call.is_async, call.splits_in, call.splits_out, call.outputs, num_nccl_calls(call), device_of(call) is not None,
     )  # fmt: skip
-
-
-class TimedBlock(PrismWork):
-    """The backend's handle of a coalesced block; waiting for it is waiting for each of its operations."""
-
-    def __init__(self, inner: Work, tracer: Tracer, works: list[TimedWork]) -> None:
-        units = [work.unit for work in works]
-        for work in works:
-            work.give_up()  # nobody waits for it alone
-
-        def complete(timeout: timedelta | None) -> None:
-            start = tracer.now()
-            inner.wait()
-            end = tracer.now()
-            for unit in units:  # a recording waits for one after the other, with rows of computing between
-                tracer.wait(unit, start, end, blocked=False)
-                start = end = tracer.now()
-
-        def again() -> None:
-            inner.wait()
-
-        super().__init__(complete, inner.is_completed, [], again=again)

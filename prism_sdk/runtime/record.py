@@ -17,12 +17,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from prism_sdk.errors import CollectiveMismatchError, PrismError
 from prism_sdk.runtime import rows
 from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import Call, GroupState
+from prism_sdk.runtime.coalescing import install_lists
 from prism_sdk.runtime.config import PayloadMode
 from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
 from prism_sdk.runtime.intercept import Seam
@@ -161,7 +161,7 @@ class RecordSeam(Seam):
         from prism_sdk.runtime.store import install_rendezvous
 
         install_rendezvous(self.conversation, self.release)
-        install_coalescing()
+        install_lists()
         install_destroying(lambda: self.groups, self._shelf.forget)
         install_futures()
 
@@ -361,33 +361,3 @@ class RecordSeam(Seam):
                     work.wait()
             except (PrismError, RuntimeError):
                 return
-
-
-def install_coalescing() -> None:
-    """Make explicit coalescing a list of operations: torch's fake backend would drop them (it does so silently)."""
-    group_class: Any = dist.ProcessGroup
-    open_lists: dict[str, list[Any]] = {}
-
-    def start(self: Any, device: torch.device) -> None:
-        open_lists[self.group_name] = outstanding_works()
-
-    def end(self: Any, device: torch.device) -> Any:
-        before = {id(work) for work in open_lists.pop(self.group_name, [])}
-        return _Several([work for work in outstanding_works() if id(work) not in before])
-
-    group_class._start_coalescing = start
-    group_class._end_coalescing = end
-
-
-class _Several(PrismWork):
-    """The work of a coalesced block: all of its operations."""
-
-    def __init__(self, works: list[PrismWork]) -> None:
-        def complete(timeout: timedelta | None) -> None:
-            for work in works:
-                work.wait(timeout)
-
-        super().__init__(complete, lambda: all(work.is_completed() for work in works), [], late_wait=lambda: None)
-        self.kept = [one for work in works for one in work.kept]  # who waits for its future waits for no handle
-        for work in works:
-            work.kept = ()

@@ -325,7 +325,7 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
     message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(2)], None, 2, 0))
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
-        kernel.hold(call, word, 5)
+        kernel.hold(call, word, 5, Queue(3))
     assert launches == [
         ((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i, 5, -1) for i, n in enumerate((24, 2, 1))
     ]  # -1: until it is released

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from prism_sdk.runtime import observe  # noqa: E402
+from prism_sdk.runtime import coalescing, observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
 from prism_sdk.runtime.oncuda.order import HostOrder, order_of  # noqa: E402
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch, results_of  # noqa: E402
@@ -88,12 +88,56 @@ def test_a_coalesced_block_is_waited_for_as_one_and_its_parts_are_forgotten(monk
     call = Call(Op.SEND, GROUP, lambda: None)
     parts = [observe.TimedWork.of(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
     inner = Backend([])
-    block = observe.TimedBlock(inner, tracer, parts)
+    block = coalescing.TimedBlock(inner, tracer, parts)
     block.wait()
     block.wait()
     assert waits == [3, 4]
     assert inner.num_waits == 2
     assert outstanding_works() == before
+
+
+@pytest.mark.parametrize(("ranks", "can"), [((0, 1), True), ((0, 1), False), ((0, 1, 2), True)])
+def test_blocks_of_groups_with_a_backend_of_their_own_are_that_backends(
+    monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], can: bool
+) -> None:
+    """In a slice both ranks of a message may be there: NCCL then is told of the block, or both would send first."""
+    said: list[str] = []
+    waits: list[int] = []
+    inner = Backend([])
+    backend = SimpleNamespace(supports_coalescing=can)
+
+    class Group:
+        group_name = "0"
+
+        def _get_backend(self, device: Any) -> Any:
+            return backend
+
+        def _start_coalescing(self, device: Any) -> None:
+            said.append("start")
+
+        def _end_coalescing(self, device: Any) -> Any:
+            said.append("end")
+            return inner
+
+    monkeypatch.setattr(coalescing.dist, "ProcessGroup", Group)
+    monkeypatch.setattr(coalescing.dist, "get_process_group_ranks", lambda group: list(ranks))
+    tracer: Any = SimpleNamespace(now=time.monotonic_ns, wait=lambda unit, *_, **__: waits.append(unit))
+    blocks = coalescing.Blocks(tracer)
+    blocks.install(is_real={0, 1}.issuperset)
+    group: Any = Group()
+    is_real = can and len(ranks) == 2
+    group._start_coalescing(torch.device("cpu"))
+    assert blocks.has_open("0") == is_real
+    call = Call(Op.SEND, GROUP, lambda: None, peer=1)
+    parts = [observe.TimedWork.of(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
+    for part in parts:
+        blocks.add("0", part)
+    work = group._end_coalescing(torch.device("cpu"))
+    assert not blocks.has_open("0")
+    work.wait()
+    assert waits == [3, 4]  # one after the other in both, as they are recorded
+    assert said == (["start", "end"] if is_real else [])
+    assert inner.num_waits == is_real
 
 
 def test_what_nccl_gathers_through_is_what_its_handle_gives() -> None:

@@ -8,6 +8,7 @@ torch on the device before sees to that.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -54,6 +55,8 @@ class Driver:
         self._alloc = self._function("cuMemAlloc_v2", ptr, size)
         self._free_bytes = self._function("cuMemGetInfo_v2", ptr, ptr)
         self._copy_in = self._function("cuMemcpyHtoDAsync_v2", u64, ptr, size, ptr)
+        u32s = (u32,) * 7
+        self._launch = self._function("cuLaunchKernel", ptr, *u32s, ptr, ptr, ptr)
         self._create_stream = self._function("cuStreamCreateWithPriority", ptr, u32, ctypes.c_int)
         self._priorities = self._function("cuCtxGetStreamPriorityRange", ptr, ptr)
 
@@ -99,6 +102,12 @@ class Driver:
     def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
         """Copy from the host on `stream`; asynchronous if the host memory is pinned."""
         self._check(self._copy_in(target, source, num_bytes, stream), "cuMemcpyHtoDAsync")
+
+    def launch(self, function: Any, num_blocks: int, num_threads: int, stream: int, values: Sequence[Any]) -> None:
+        """Start a kernel of one dimension on `stream`; `values` are its arguments, of types of ctypes."""
+        pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        code = self._launch(function, num_blocks, 1, 1, num_threads, 1, 1, 0, stream, pointers, None)
+        self._check(code, "cuLaunchKernel")
 
     def create_stream(self, *, is_urgent: bool) -> int:
         """A stream of the highest or the lowest priority, none of torch's pool: the program's streams stay its own."""

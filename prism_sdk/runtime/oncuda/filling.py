@@ -39,6 +39,19 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def needs_filling(call: Call, one: Expected) -> bool:
+    """Whether anything is to be copied: nothing is where no values were recorded, and the operation is in place."""
+    if not call.deliveries and not call.receive_tensors:
+        return False
+    if one.sources or call.receive_tensors or len(call.contribution) != 1:
+        return True
+    start = call.contribution[0].data_ptr()
+    return any(
+        delivery.tensor.data_ptr() != start + delivery.offset_bytes or delivery.source != COMBINED
+        for delivery in call.deliveries
+    )
+
+
 @torch.no_grad()
 def fill_from(
     call: Call, one: Expected, recorded: Mapping[int, Recorded], compensate: Compensate | None = None

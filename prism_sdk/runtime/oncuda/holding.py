@@ -33,7 +33,7 @@ from prism_sdk.runtime.oncuda.clock import Mark
 from prism_sdk.runtime.oncuda.compensating import Compensator
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
-from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, warm_up
+from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, needs_filling, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
 from prism_sdk.runtime.oncuda.occupying import hold_kernel
@@ -121,6 +121,7 @@ class StreamHold:
             self._compensator = Compensator()
         self._hold_kernel = None if joining is not None else hold_kernel(self._words, options.get("occupy"))
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
+        self._seen: dict[tuple[int, int, int], Any] = {}  # the program's streams, by torch's names for them
         self._lanes: dict[int, int] = {}  # streams that arrive -> number
         self._open: deque[Held] = deque()
         self._await_releaser()
@@ -172,7 +173,7 @@ class StreamHold:
 
     def _issue(self, call: Call, one: Expected, first: int, handle: tuple[int, int], posted: int) -> Held:
         table, driver = self._table, self._driver
-        current = torch.cuda.current_stream(self.device)
+        current = self._current_stream()
         stream, fill = self._side(call, current)
         scratch = nccl_scratch(call, self.device)
         self.make_room()
@@ -190,7 +191,7 @@ class StreamHold:
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
         is_live = joint is not None and joint.is_live
-        if call.deliveries or call.receive_tensors or is_live:
+        if is_live or scratch or needs_filling(call, one):
             fill.wait_event(arrived)
             with torch.cuda.stream(fill):
                 if is_live and joint is not None and self._joining is not None:
@@ -214,13 +215,22 @@ class StreamHold:
         self.pool.pump()
         return held
 
+    def _current_stream(self) -> Any:
+        """As torch.cuda.current_stream of the device, which takes the host ten times as long to make its object."""
+        if self.device.type != "cuda":
+            return torch.cuda.current_stream(self.device)
+        names: tuple[int, int, int] = torch._C._cuda_getCurrentStream(self.device.index)
+        stream = self._seen.get(names)
+        if stream is None:
+            stream = self._seen[names] = torch.cuda.current_stream(self.device)
+        return stream
+
     def _hold(self, call: Call, stream: Any, number: int) -> None:
         ticket = HoldTable.ticket(number)
         if self._hold_kernel is None:
             self._driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
             return
-        with torch.cuda.stream(stream):
-            self._hold_kernel.hold(call, HoldTable.word(number, fields.RELEASE), ticket)
+        self._hold_kernel.hold(call, HoldTable.word(number, fields.RELEASE), ticket, stream)
 
     def _compensate_for(self, number: int) -> Compensate | None:
         compensator, ticket = self._compensator, HoldTable.ticket(number)
@@ -263,13 +273,13 @@ class StreamHold:
     def wait(self, held: Held, call: Call) -> None:
         """The current stream goes on behind the operation; for a barrier so does the host, as with NCCL."""
         held.scratch = []
-        torch.cuda.current_stream(self.device).wait_event(held.is_done_event)
+        self._current_stream().wait_event(held.is_done_event)
         if call.op is Op.BARRIER:
             held.is_done_event.synchronize()
 
     def see(self, held: Held) -> None:
         """A further wait, which may come from another stream."""
-        torch.cuda.current_stream(self.device).wait_event(held.is_done_event)
+        self._current_stream().wait_event(held.is_done_event)
 
     def is_done(self, held: Held) -> bool:
         """Whether the device has passed the operation's end."""

@@ -60,7 +60,7 @@ class SliceSeam(EmulateSeam):
             settle_any_source(self.tracer, unit, call.group, call.peer, call.tag or 0)
         if one.stream is None:
             if isinstance(self.tracer, DeviceTracer) and len(call.group.ranks) > 1 and uses_nccl(call.group.backend):
-                self.tracer.runs(unit, call, in_block=False)
+                self.tracer.runs(unit, call, in_block=self._blocks.has_open(call.group.name))
             return self._issue_real(call, unit, posted)
         handle = self.engine.post(one.stream, one.seq, now_ns(), shift=self.cursor.shift_of(one))
         transfer_ns = dict(self.engine.plan.members(handle[0])).get(self.spec.rank, 0)

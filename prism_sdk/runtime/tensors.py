@@ -138,7 +138,7 @@ def _in_pieces(call: Call, reduce: Callable[[torch.Tensor, torch.Tensor, int], N
     totals, offset = [], 0
     outputs = call.outputs if call.op is Op.ALL_REDUCE and len(call.outputs) == len(call.contribution) else []
     for index, like in enumerate(call.contribution):
-        output = outputs[index].detach() if outputs else like
+        output = outputs[index].data if outputs else like  # `detach` would count as a change of the program's tensor
         is_own = bool(outputs) and is_plain(output) and output.dtype == like.dtype and output.numel() == like.numel()
         total = output.view(-1) if is_own else torch.empty(like.numel(), dtype=like.dtype, device="cpu")
         each = max(_PIECE_BYTES // like.itemsize, 1)

@@ -22,9 +22,10 @@ from prism_sdk.graph.job import JobGraph
 from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.loader import Loader, RankColumns
 from prism_sdk.simulate.recalled import Recalled, fixed
-from prism_sdk.simulate.weights import BEGINS_KEY, FREE_OF, LEAD, PROVENANCE, find_rows
+from prism_sdk.simulate.weights import FREE_OF, LEAD, PROVENANCE, find_rows
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, GraphKind, TableKind, TraceReader
+from prismtrace.model import BEGINS_KEY
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
 from prismtrace.tables import UnitTable
 

@@ -27,6 +27,7 @@ from prismtrace.rewriting import (
     new_trace,
     present,
     read_table,
+    still_promised,
     take,
     used_values,
 )
@@ -128,7 +129,7 @@ def slice_trace(
             num_payloads = _copy_payloads(reader, writer, cut.digests if keep_payloads else set())
             true = {key: reader.metadata[key] for key in begins.keys() & reader.metadata if begins[key] in cut.begun}
             lost = {"replay"} if cut.num_cut_waits else set()
-            true |= _profile(reader, lost if keep_payloads else lost | {"payload"})
+            true |= still_promised(reader.metadata, lost=lost if keep_payloads else lost | {"payload"})
             if true:
                 writer.update_metadata(true)
         before = sum(reader.num_units(rank) for rank in chosen)
@@ -305,12 +306,6 @@ def _renumbered(column: NDArray[Any], rows: NDArray[np.int64]) -> NDArray[np.int
         found = rows[place] == column
         result[found] = place[found]
     return result
-
-
-def _profile(reader: TraceReader, lost: Collection[str]) -> dict[str, str]:
-    """What the trace still promises, where it no longer keeps the promises of profiles `lost`."""
-    names = [name.strip() for name in reader.metadata.get("profile", "").split(",")]
-    return {"profile": ",".join(name for name in names if name not in lost)} if set(names) & set(lost) else {}
 
 
 def _copy_payloads(reader: TraceReader, writer: TraceWriter, digests: set[bytes]) -> int:

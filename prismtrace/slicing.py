@@ -127,11 +127,11 @@ def slice_trace(
                 selection += [f"ranks {pairs['slice.ranks']}"] if ranks is not None else []
                 raise TraceUsageError(f"{reader.path} has nothing in {' and '.join(selection) or 'it'}")
             num_payloads = _copy_payloads(reader, writer, cut.digests if keep_payloads else set())
-            true = {key: reader.metadata[key] for key in begins.keys() & reader.metadata if begins[key] in cut.begun}
+            still = {key: value for key, value in reader.metadata.items() if begins.get(key) in cut.begun}
             lost = {"replay"} if cut.num_cut_waits else set()
-            true |= still_promised(reader.metadata, lost=lost if keep_payloads else lost | {"payload"})
-            if true:
-                writer.update_metadata(true)
+            still |= still_promised(reader.metadata, lost=lost if keep_payloads else lost | {"payload"})
+            if still:
+                writer.update_metadata(still)
         before = sum(reader.num_units(rank) for rank in chosen)
     first, last = (cut.first_ns, cut.last_ns) if cut.first_ns <= cut.last_ns else (None, None)
     return SliceReport(chosen, cut.num_units, before, cut.num_cut_waits, num_payloads, first, last)

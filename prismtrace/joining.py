@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from prismtrace.errors import TraceUnfinishedError
 from prismtrace.index import Index, index_of_footer, scan
-from prismtrace.model import TableKind
+from prismtrace.model import BEGINS_KEY, TableKind
 from prismtrace.source import PathSource
 from prismtrace.wording import ranks_text
 
@@ -66,13 +66,17 @@ def overlaps(paths: Sequence[str | os.PathLike[str]], *, allow_unfinished: bool 
 
 
 def true_of_all(
-    joined: Mapping[str, str], parts: Sequence[tuple[Mapping[str, str], Collection[int]]], *, world_size: int
-) -> dict[str, str]:
+    joined: Mapping[str, str], parts: Sequence[tuple[Mapping[str, str], Collection[int]]], *,
+    of_units: Mapping[int, Mapping[str, str]], world_size: int,
+) -> dict[str, str]:  # fmt: skip
     """The joined metadata without what is true of some of the parts only: how they were cut, on which clock they are.
+
+    Where a rank begins is said by the part that its units are of.
 
     Args:
         joined: metadata of all parts, the later ones over the earlier.
         parts: of each file its metadata, and the ranks that it has rows of.
+        of_units: for each rank with units the metadata of the part that they are of.
         world_size: of the job; 0 where it is not known.
     """
     kept = dict(joined)
@@ -86,4 +90,8 @@ def true_of_all(
             del kept["slice.ranks"]
         else:
             kept["slice.ranks"] = ranks_text(tuple(sorted(every)))
+    for rank, metadata in of_units.items():
+        if (key := BEGINS_KEY.format(rank)) in kept:
+            kept.pop(key)
+            kept.update({key: metadata[key]} if key in metadata else {})
     return kept

@@ -18,7 +18,7 @@ from prismtrace.align import Alignment, apply_clocks, estimate_clocks
 from prismtrace.container import RecordKind
 from prismtrace.errors import TraceDataError, TraceUsageError, already_exists
 from prismtrace.joining import read_index, true_of_all
-from prismtrace.model import BASE_VERSION, ROLE_RANK, GraphKind, ProcessGroup
+from prismtrace.model import BASE_VERSION, ROLE_RANK, GraphKind, ProcessGroup, TableKind
 from prismtrace.recordfile import RecordFile
 from prismtrace.rewriting import atomic_output
 from prismtrace.source import PathSource
@@ -147,7 +147,8 @@ def _survey(
     for number, item in enumerate(inputs):
         inputs[number] = _owned(item, owner, number)
     world_size = max((item.header.world_size for item in inputs), default=0)
-    return inputs, groups, true_of_all(pairs, facts, world_size=world_size)
+    of_units = {rank: facts[number][0] for (table, rank), number in owner.items() if table == TableKind.UNITS}
+    return inputs, groups, true_of_all(pairs, facts, of_units=of_units, world_size=world_size)
 
 
 def _new_roles(chunks: NDArray[Any], known: dict[tuple[int, ...], tuple[int, ...]], path: str) -> NDArray[Any]:

@@ -325,6 +325,9 @@ FIRST_NAMED_COLUMN: Final = 1 << 15
 ROLE_RANK: Final = -1
 """What stands in place of a rank in a chunk that belongs to a role."""
 
+BEGINS_KEY: Final = "rank.{}.begins_ns"
+"""Metadata: the host clock at which a rank of a calibrated graph begins, before its row 0; 0 where it is absent."""
+
 
 def named_spec(name: str, kind: ColumnType, *, column_id: int = FIRST_NAMED_COLUMN) -> ColumnSpec:
     """The description of a column that the registry does not have."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from prismtrace import container
-from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame
+from prismtrace.container import FRAME_BYTES, TRAILER_BYTES, Frame, RecordKind
 from prismtrace.errors import TraceChecksumError, TraceFormatError, TraceVersionError
 from prismtrace.index import read_meta
 from prismtrace.source import Source
@@ -28,21 +28,31 @@ class LostRange:
     reason: str
 
 
-def bytes_after_end(source: Source) -> int:
-    """How many bytes follow the trailer of a finished file; 0 where none do, or no trailer is near the end."""
-    start = max(0, source.size - _READ_BYTES)
-    window = bytes(source.read_at(start, source.size - start))
-    at = window.rfind(container.MAGIC, TRAILER_BYTES - len(container.MAGIC))
-    while at >= 0:
-        end = at + len(container.MAGIC)
-        raw = window[end - TRAILER_BYTES : end]
+def end_of_trace(source: Source, offset: int) -> int | None:
+    """Where a finished trace ends, with the trailer behind its footer; None where neither is found.
+
+    It goes through the frames of records from `offset` on, and reads no data.
+    """
+    while offset < source.size:
         try:
-            container.parse_trailer(raw, path=source.name, offset=start + end - TRAILER_BYTES)
+            frame, _ = read_meta(source, offset)
+        except TraceVersionError:
+            raise
         except TraceFormatError:
-            at = window.rfind(container.MAGIC, TRAILER_BYTES - len(container.MAGIC), end - 1)
-        else:
-            return len(window) - end
-    return 0
+            offset = _next_record(source, offset + 8)
+            continue
+        offset += frame.length
+        if frame.kind == RecordKind.FOOTER and _is_trailer(source, offset):
+            return offset + TRAILER_BYTES
+    return None
+
+
+def _is_trailer(source: Source, offset: int) -> bool:
+    try:
+        container.parse_trailer(bytes(source.read_at(offset, TRAILER_BYTES)), path=source.name, offset=offset)
+    except TraceFormatError:
+        return False
+    return True
 
 
 def whole_records(

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from prismtrace import container, metas
+from prismtrace import metas
 from prismtrace.container import TRAILER_BYTES, RecordKind
 from prismtrace.errors import TraceFormatError
 from prismtrace.index import Collected, read_header
 from prismtrace.merge import InputPart, write_merged
 from prismtrace.model import ROLE_RANK
-from prismtrace.records import LostRange, bytes_after_end, whole_records
-from prismtrace.source import PathSource, Source
+from prismtrace.records import LostRange, end_of_trace, whole_records
+from prismtrace.source import PathSource
 
 
 @dataclass(frozen=True)
@@ -56,21 +56,20 @@ def recover(path: str | os.PathLike[str], out: str | os.PathLike[str], *, overwr
         collected = Collected()
         lost: list[LostRange] = []
         finished = False
-        end = source.size - bytes_after_end(source)  # of the trace: something may have been written behind it
-        for offset, frame, meta in whole_records(source, start, lost):
+        end = end_of_trace(source, start)
+        behind = None if end is None else end - TRAILER_BYTES  # the trailer is no record, and is not lost
+        for offset, frame, meta in whole_records(source, start, lost, end=behind):
             try:
                 if frame.kind == RecordKind.FOOTER:
                     metas.parse_footer(meta, path=source.name, offset=offset)
-                    finished = offset + frame.length + TRAILER_BYTES == end and _trailer_is_good(source, end)
+                    finished = offset + frame.length + TRAILER_BYTES == end
                 collected.add(frame, meta, offset, source.name)
             except TraceFormatError as error:
                 lost.append(LostRange(offset, offset + frame.length, error.message))
     finally:
         source.close()
-    if finished and lost and lost[-1].start == end - TRAILER_BYTES:  # the trailer is no record, and is not lost
-        last = lost.pop()
-        if last.end > end:
-            lost.append(LostRange(end, last.end, "it stands behind the end of the trace"))
+    if end is not None and end < source.size:
+        lost.append(LostRange(end, source.size, "it stands behind the end of the trace"))
     for start, size in collected.drop_repeated_rows(source.name):
         lost.append(LostRange(start, start + size, "a later chunk has the same rows"))
     chunks, payloads, ranges = collected.arrays()
@@ -96,12 +95,3 @@ def _with_roles(chunks: NDArray[Any], lost: list[LostRange]) -> NDArray[Any]:
         lost.append(LostRange(start, start + int(entry["length"]), f"the rows of role {role} that it needs are lost"))
     lost.sort(key=lambda part: part.start)
     return chunks[kept]
-
-
-def _trailer_is_good(source: Source, end: int) -> bool:
-    offset = end - TRAILER_BYTES
-    try:
-        container.parse_trailer(bytes(source.read_at(offset, TRAILER_BYTES)), path=source.name, offset=offset)
-    except TraceFormatError:
-        return False
-    return True

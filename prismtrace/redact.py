@@ -30,6 +30,7 @@ from prismtrace.rewriting import (
     is_text_column,
     iter_tables,
     new_trace,
+    still_promised,
     used_values,
 )
 from prismtrace.source import PathSource, TraceInput
@@ -192,7 +193,7 @@ class _Redaction:
                     pairs[key] = value
                 continue
             pairs[self._made.replace(key)] = self._value(key, value)
-        return pairs
+        return pairs if self._keep_payloads else pairs | still_promised(pairs, lost={"payload"})
 
     def _value(self, key: str, value: str) -> str:
         if key in _PLAIN_KEYS or key.startswith(_PLAIN_PREFIXES):

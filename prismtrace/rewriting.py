@@ -6,7 +6,7 @@ Does not know what is changed; `slicing`, `redact` and `align` do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -51,6 +51,12 @@ def iter_tables(reader: TraceReader, kind: TableKind, rank: int) -> Iterator[Tab
     specs, table = list(COLUMNS[kind]), _CLASSES[kind]
     for part in reader._parts(kind, rank, specs, None, None):
         yield concatenate(table, rank, specs, [part], selected=None, path=reader.path)
+
+
+def still_promised(metadata: Mapping[str, str], *, lost: Collection[str]) -> dict[str, str]:
+    """The entry `profile` of a copy without what the profiles `lost` promise; {} where none of them is claimed."""
+    names = [name.strip() for name in metadata.get("profile", "").split(",")]
+    return {"profile": ",".join(name for name in names if name not in lost)} if set(names) & set(lost) else {}
 
 
 def add_rows(writer: TraceWriter, kind: TableKind, rank: int, columns: Mapping[str, Column]) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from prismtrace.alike import Alike, alike_ranks
 from prismtrace.columns import normalise
 from prismtrace.errors import TraceFormatError, TraceUsageError
-from prismtrace.model import ABSENT, ABSENT32, TableKind
+from prismtrace.model import ABSENT, ABSENT32, BEGINS_KEY, TableKind
 from prismtrace.reader import TraceReader
 from prismtrace.rewriting import (
     TABLES,
@@ -27,6 +27,7 @@ from prismtrace.rewriting import (
     new_trace,
     present,
     read_table,
+    still_promised,
     take,
     used_values,
 )
@@ -70,11 +71,12 @@ def slice_trace(
 ) -> SliceReport:
     """Writes the part of `source` that all conditions select; `output` appears only when it is complete.
 
-    A unit belongs to a time window when it overlaps it; a unit without times does not. Events follow the unit that
-    they name, else their own times. Groups, tracks, metadata and attachments are kept whole. Rows are numbered from 0
-    again: `awaits`, and the units and tracks that events name, are changed to match; `seq` stays, so that ranks still
-    match. A WAIT whose communication is outside loses its `awaits` (a validator warns, PT024), and a collective that
-    only some members kept is incomplete (PT032).
+    A unit belongs to a time window when it overlaps it; a unit without times does not. Events follow the unit that they
+    name, else their own times. Groups, tracks, metadata and attachments are kept whole, but for metadata that the cut
+    makes untrue: `rank.N.begins_ns` without the rank's first unit, and what `profile` promised of what is gone. Rows
+    are numbered from 0 again: `awaits`, and the units and tracks that events name, are changed to match; `seq` stays,
+    so that ranks still match. A WAIT whose communication is outside loses its `awaits` (a validator warns, PT024), and
+    a collective that only some members kept is incomplete (PT032).
 
     Args:
         source: a finished trace.
@@ -101,7 +103,9 @@ def slice_trace(
         raise TraceUsageError(f"the time window {low}:{high} holds no time: its end is not above its start")
     with TraceReader(source) as reader:
         chosen = check_ranks(reader, ranks)
+        begins = {BEGINS_KEY.format(rank): rank for rank in reader.ranks}
         pairs = {key: value for key, value in reader.metadata.items() if not key.startswith("slice.")}
+        pairs = {key: value for key, value in pairs.items() if key not in begins}
         if ranks is not None:
             pairs["slice.ranks"] = ranks_text(chosen)
         if steps is not None:
@@ -123,6 +127,11 @@ def slice_trace(
                 selection += [f"ranks {pairs['slice.ranks']}"] if ranks is not None else []
                 raise TraceUsageError(f"{reader.path} has nothing in {' and '.join(selection) or 'it'}")
             num_payloads = _copy_payloads(reader, writer, cut.digests if keep_payloads else set())
+            still = {key: value for key, value in reader.metadata.items() if begins.get(key) in cut.begun}
+            lost = {"replay"} if cut.num_cut_waits else set()
+            still |= still_promised(reader.metadata, lost=lost if keep_payloads else lost | {"payload"})
+            if still:
+                writer.update_metadata(still)
         before = sum(reader.num_units(rank) for rank in chosen)
     first, last = (cut.first_ns, cut.last_ns) if cut.first_ns <= cut.last_ns else (None, None)
     return SliceReport(chosen, cut.num_units, before, cut.num_cut_waits, num_payloads, first, last)
@@ -147,6 +156,8 @@ class _Cut:
         self.num_rows = self.num_units = self.num_cut_waits = 0
         self.digests: set[bytes] = set()
         self.first_ns, self.last_ns = 2**63 - 1, ABSENT
+        #: The ranks that kept their first unit.
+        self.begun: set[int] = set()
 
     def ranks(self, writer: TraceWriter, ranks: Collection[int]) -> Iterator[int]:
         """Copies ranks, those that share their rows together, and yields how many are done."""
@@ -160,7 +171,7 @@ class _Cut:
                 self._alone += alike.ranks
         for rank in sorted(self._alone):
             part = self._part(rank)
-            self._count(part, 1)
+            self._count(part, (rank,))
             for kind, (columns, _) in part.tables.items():
                 add_rows(writer, kind, rank, columns)
             num_done += 1
@@ -185,7 +196,7 @@ class _Cut:
         except TraceFormatError:
             return False  # one by one it is said of which rank
         role = self._role_id(found)
-        self._count(part, len(alike.ranks))
+        self._count(part, alike.ranks)
         for kind, columns, changes in found:
             add_alike(writer, alike.ranks, columns, role=role, table=kind, replaced=changes)
         return True
@@ -198,11 +209,13 @@ class _Cut:
         self._roles.add(role)
         return role
 
-    def _count(self, part: _Part, num_ranks: int) -> None:
+    def _count(self, part: _Part, ranks: Collection[int]) -> None:
+        num_ranks = len(ranks)
         for kind, (columns, rows) in part.tables.items():
             self.num_rows += len(rows) * num_ranks if kind is not TableKind.TRACKS else 0
             if kind is TableKind.UNITS:
                 self.num_units += len(rows) * num_ranks
+                self.begun.update(ranks if rows[0] == 0 else ())
                 for column in columns.values():
                     if is_digest_column(column):
                         self.digests.update(used_values(column))

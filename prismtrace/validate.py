@@ -24,7 +24,7 @@ from prismtrace.members import OfRanks
 from prismtrace.model import COLUMNS, GraphKind, TableKind
 from prismtrace.rankchecks import Members, RankTables, finding, gaps
 from prismtrace.reader import TraceReader
-from prismtrace.records import LostRange, bytes_after_end, whole_records
+from prismtrace.records import LostRange, end_of_trace, whole_records
 from prismtrace.sharing import Replaced
 from prismtrace.source import TraceInput
 from prismtrace.unchanged import Unchanged
@@ -56,9 +56,11 @@ def validate(
         found.append(finding("PT002", error.message, f"byte {error.offset}"))
         try:
             reader = TraceReader(source, allow_unfinished=True)
-            if after := bytes_after_end(reader._source):
-                message = f"{counted(after, 'byte')} after the end of a finished file (`prism recover` leaves them out)"
-                found = [finding("PT002", message, f"byte {reader._source.size - after}")]
+            end = end_of_trace(reader._source, read_header(reader._source)[1])
+            if end is not None:
+                after = counted(reader._source.size - end, "byte")
+                message = f"{after} after the end of a finished file (`prism recover` leaves them out)"
+                found = [finding("PT002", message, f"byte {end}")]
         except PrismTraceError as again:
             return [_unreadable(again)]
     except PrismTraceError as error:

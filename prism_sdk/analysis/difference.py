@@ -3,7 +3,9 @@
 The difference of the mean steps is the sum of the differences of their parts (``breakdown``), exactly, since the parts
 of each add up to its mean. Below that, computing is divided by phase and communication by operation and group: these
 are sums of unit lengths a step and rank, and they say where to look; they do not add up to the parts, because
-communication overlaps. Losses, memory and the order of communication are the matter of ``prism compare``.
+communication overlaps. By how much the job is slower is said of its own steps (``variation``): in means over ranks the
+waiting behind an uneven step counts again. Losses, memory and the order of communication are the matter of ``prism
+compare``.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prism_sdk.analysis.breakdown import PARTS, Breakdown, breakdown_of
 from prism_sdk.analysis.frames import ResultFrames
@@ -43,6 +46,10 @@ class Explanation(ResultFrames):
     first: str
     second: str
     ranks: tuple[int, ...]
+    #: The mean step of the job.
+    first_job_ns: float
+    second_job_ns: float
+    #: The mean step over ranks, which the parts add up to.
     first_step_ns: float
     second_step_ns: float
     #: By part, in the order of ``PARTS``: the differences add up to ``difference_ns``.
@@ -62,19 +69,20 @@ class Explanation(ResultFrames):
 
     @property
     def difference_ns(self) -> float:
-        """Second less first mean step."""
+        """Second less first mean step over ranks."""
         return self.second_step_ns - self.first_step_ns
 
     @property
     def sentence(self) -> str:
         """The explanation in one sentence."""
-        change = 100 * self.difference_ns / self.first_step_ns if self.first_step_ns else 0.0
-        if not self.difference_ns:
+        difference = self.second_job_ns - self.first_job_ns
+        change = 100 * difference / self.first_job_ns if self.first_job_ns else 0.0
+        if not difference:
             return "the mean steps are equal"
         text = f"the second is {abs(change):.2f} % {'slower' if change > 0 else 'faster'}"
         if not self.is_significant:
             text += ", which is within the noise of their steps"
-        same = [part for part in self.parts if part.difference_ns * self.difference_ns > 0]
+        same = [part for part in self.parts if part.difference_ns * difference > 0]
         same.sort(key=lambda part: -abs(part.difference_ns))
         named = [f"{part.name.replace('_', ' ')} ({part.difference_ns / 1e6:+.3f} ms a step)" for part in same[:2]]
         return f"{text}: {' and '.join(named)}" if named else text
@@ -84,9 +92,9 @@ def explain(
     first: Job, second: Job, *, first_parts: Breakdown | None = None, second_parts: Breakdown | None = None
 ) -> Explanation:
     """Compare two loaded traces. Raises ValueError where they have no rank in common."""
-    ranks = tuple(sorted(set(first.ranks) & set(second.ranks)))
+    ranks = tuple(np.intersect1d(first.windows.rank, second.windows.rank).tolist())
     if not ranks:
-        raise ValueError(f"{first.path} and {second.path} have no rank in common")
+        raise ValueError(f"{first.path} and {second.path} have no rank in common that has times")
     sides = [(first, first_parts or breakdown_of(first)), (second, second_parts or breakdown_of(second))]
     means, totals, units = [], [], []
     for job, parts in sides:
@@ -100,23 +108,26 @@ def explain(
              for name, extra in ((first.path, set(first.ranks) - set(ranks)), (second.path, set(second.ranks)
                                                                                - set(ranks))) if extra]  # fmt: skip
     notes += [f"{job.path}: {note}" for job, _ in sides for note in job.notes]
+    times = [step_times_ns(job, ranks=ranks)[1] for job, _ in sides]
     names = sorted(set(units[0]) | set(units[1]))
     details = [Contribution(name=name, first_ns=units[0].get(name, 0.0), second_ns=units[1].get(name, 0.0))
                for name in names]  # fmt: skip
     return Explanation(
-        first=first.path, second=second.path, ranks=ranks, first_step_ns=totals[0], second_step_ns=totals[1],
+        first=first.path, second=second.path, ranks=ranks, first_job_ns=float(times[0].mean()),
+        second_job_ns=float(times[1].mean()), first_step_ns=totals[0], second_step_ns=totals[1],
         parts=tuple(Contribution(name=name, first_ns=means[0][i], second_ns=means[1][i])
                     for i, name in enumerate(PARTS)),
         units=tuple(sorted(details, key=lambda item: -abs(item.difference_ns))),
-        is_significant=_is_significant(first, second, totals[1] - totals[0]), notes=tuple(notes),
+        is_significant=_is_significant(*times), notes=tuple(notes),
     )  # fmt: skip
 
 
-def _is_significant(first: Job, second: Job, difference: float) -> bool:
-    times = [step_times_ns(job).astype(np.float64) for job in (first, second)]
-    if min(map(len, times)) < 2:
+def _is_significant(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> bool:
+    """Of the steps of two jobs."""
+    difference = float(second.mean() - first.mean())
+    if min(len(first), len(second)) < 2:
         return bool(difference)
-    error = float(np.sqrt(sum(t.var(ddof=1) / len(t) for t in times)))
+    error = float(np.sqrt(sum(times.var(ddof=1) / len(times) for times in (first, second))))
     return abs(difference) > 2 * error
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from prism_sdk.analysis.folded import Fold, load_folded
 from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphError, JobGraph, measure
-from prism_sdk.graph.job import COLUMN_TYPES, read_columns
+from prism_sdk.graph.job import COLUMN_TYPES, note_on_steps, read_columns
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
@@ -193,6 +193,7 @@ def load_job(
     if reader.world_size > len(with_units):
         notes.append(f"{len(with_units)} of {counted(reader.world_size, 'rank')} are analysed: the figures are not "
                      "those of the whole job")  # fmt: skip
+    notes += note_on_steps(reader, ranks=with_units, phase=graph.columns["phase"])
     completion = _completions(graph)
     arrival = _arrivals(graph, completion)
     unknown = (completion != ABSENT) & (arrival == ABSENT)

@@ -45,7 +45,7 @@ def _tables(a: Analysis) -> Iterator[Table]:
     yield "where a step goes (mean over ranks and steps)", ("part", "ms", "share"), [*rows, ["step", ms(step), ""]]
     rows = [[run.path, str(run.num_steps), ms(run.mean_ns), f"{ms(run.interval.low)} .. {ms(run.interval.high)}",
              f"{100 * run.variation:.2f} %", ms(run.min_ns), ms(run.max_ns)] for run in a.variation.runs]  # fmt: skip
-    yield ("step times of the slowest rank, ms", ("run", "steps", "mean", "95 % interval", "variation", "min", "max"),
+    yield ("step times of the job, ms", ("run", "steps", "mean", "95 % interval", "variation", "min", "max"),
            rows)  # fmt: skip
     path = a.critical_path
     if path is not None:
@@ -144,6 +144,8 @@ def format_explanation(explanation: Explanation) -> str:
     rows = [[part.name.replace("_", " "), ms(part.first_ns), ms(part.second_ns), f"{part.difference_ns / 1e6:+.3f}"]
             for part in e.parts]  # fmt: skip
     rows.append(["step", ms(e.first_step_ns), ms(e.second_step_ns), f"{e.difference_ns / 1e6:+.3f}"])
+    rows.append(["step of the job", ms(e.first_job_ns), ms(e.second_job_ns),
+                 f"{(e.second_job_ns - e.first_job_ns) / 1e6:+.3f}"])  # fmt: skip
     units = [[u.name, ms(u.first_ns), ms(u.second_ns), f"{u.difference_ns / 1e6:+.3f}"] for u in e.units[:_MAX_ROWS]]
     columns = ("", "first", "second", "difference")
     parts = [f"first:  {e.first}\nsecond: {e.second}\n{e.sentence}",

@@ -1,8 +1,9 @@
 """Says how much step times vary: within a run, between ranks, and from run to run. It explains nothing.
 
-Steps are those after the first of each run, which has warm-up in it. The step time of a run and step is that of its
-slowest rank: the job is not done before. *Variation* is the standard deviation over the mean; *spread* the largest less
-the smallest run mean, over the mean of these; the interval of a mean is a percentile bootstrap over steps, 95 %.
+Steps are those after the first of each run, which has warm-up in it. A step takes from when the last rank has ended the
+one before to when the last rank has ended it, as `calibrate` and `simulate` count (`job_steps_ns`). *Variation* is the
+standard deviation over the mean; *spread* the largest less the smallest run mean, over the mean of these; the interval
+of a mean is a percentile bootstrap over steps, 95 %.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import numpy.typing as npt
 from prism_sdk.analysis.frames import ResultFrames, columns_of
 from prism_sdk.analysis.job import Job, load_job
 from prism_sdk.graph import Interval, bootstrap_interval
+from prism_sdk.graph.timing import job_steps_ns
+from prismtrace import Phase
 
 __all__ = ["RunVariation", "Variation", "step_times_ns", "variation_of", "variation_of_jobs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunVariation:
-    """The step times of one run."""
+    """The step times of the job in one run."""
 
     path: str
     num_steps: int
@@ -58,13 +61,32 @@ class Variation(ResultFrames):
         return {**rows, "mean_low_ns": [i.low for i in intervals], "mean_high_ns": [i.high for i in intervals]}
 
 
-def step_times_ns(job: Job) -> npt.NDArray[np.int64]:
-    """(S,) the time of each steady step on its slowest rank, in order of steps."""
-    steady = job.windows.is_steady
-    steps, place = np.unique(job.windows.step[steady], return_inverse=True)
-    slowest = np.zeros(len(steps), dtype=np.int64)
-    np.maximum.at(slowest, place, job.windows.length_ns[steady])
-    return slowest
+def step_times_ns(
+    job: Job, *, ranks: Sequence[int] | None = None
+) -> tuple[npt.NDArray[np.integer[Any]], npt.NDArray[np.int64]]:
+    """The whole steps of a job but the first, and the time of each; of a job with one step that step, from its start.
+
+    Args:
+        job: the job.
+        ranks: as if the job had these alone.
+    """
+    windows = job.windows
+    chosen = np.ones(len(windows), dtype=np.bool_) if ranks is None else np.isin(windows.rank, ranks)
+    step, end = windows.step[chosen], windows.end_ns[chosen]
+    steps, times = job_steps_ns(step, end, _is_whole(job)[chosen])
+    if not len(steps):
+        return step.min(keepdims=True), end.max(keepdims=True) - windows.start_ns[chosen].min()
+    return steps, times
+
+
+def _is_whole(job: Job) -> npt.NDArray[np.bool_]:
+    """(W,) whether the rank ran its optimizer in the step; of a rank that never did all steps are."""
+    graph, windows = job.graph, job.windows
+    rows = np.flatnonzero(graph.columns["phase"] == Phase.OPTIMIZER)
+    of_rows, of_windows = np.searchsorted(graph.offsets, rows, side="right") - 1, job.place[windows.position]
+    num_steps = 2**32
+    optimized = np.isin(of_windows * num_steps + windows.step, of_rows * num_steps + graph.columns["step"][rows])
+    return optimized | ~np.isin(of_windows, of_rows)
 
 
 def variation_of(sources: Sequence[str | os.PathLike[str]], *, steps: range | None = None) -> Variation:
@@ -87,7 +109,7 @@ def variation_of_jobs(jobs: Sequence[Job]) -> Variation:
 
 
 def _of_run(job: Job) -> RunVariation:
-    times = step_times_ns(job)
+    _, times = step_times_ns(job)
     mean = float(times.mean())
     slope = float(np.polyfit(np.arange(len(times)), times.astype(np.float64), 1)[0]) if len(times) > 1 else 0.0
     return RunVariation(

@@ -11,7 +11,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ __all__ = [
     "STEP_OR_STEPS",
     "TIME_WINDOW",
     "Target",
+    "once",
     "parse_ranks",
     "parse_size",
     "parse_step_or_steps",
@@ -159,6 +160,18 @@ class Number(click.FloatRange):
         if number != number:
             self.fail(f"{value} is not a number.", param, ctx)
         return number
+
+
+def once(*names: str, **settings: Any) -> Callable[[Any], Any]:
+    """A ``click.option`` that says what is selected: given again it is refused, where click takes the last silently."""
+    return click.option(*names, multiple=True, callback=_only_one, **settings)
+
+
+def _only_one(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+    if len(values) > 1:
+        raise click.BadParameter(f"it is given {len(values)} times, and only one counts: give it once",
+                                 ctx=context, param=parameter)  # fmt: skip
+    return values[0] if values else None
 
 
 def _key_value(text: str) -> tuple[str, str]:

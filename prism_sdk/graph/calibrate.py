@@ -356,7 +356,7 @@ def whole_steps_ns(timeline: Schedule) -> Int64Array:
         all_steps.append(steps)
         all_ends.append(ends)
         all_whole.append(is_whole if is_optimizer[rows].any() else np.ones_like(is_whole))
-    return job_steps_ns(np.concatenate(all_steps), np.concatenate(all_ends), np.concatenate(all_whole))
+    return job_steps_ns(np.concatenate(all_steps), np.concatenate(all_ends), np.concatenate(all_whole))[1]
 
 
 def step_time_ns(timeline: Schedule) -> float:

@@ -19,9 +19,9 @@ import numpy.typing as npt
 
 from prism_sdk.graph import matching
 from prism_sdk.graph.errors import GraphError
-from prismtrace import ABSENT, ABSENT32, GraphKind, Op, ProcessGroup, TraceReader, UnitKind, UnitTable
+from prismtrace import ABSENT, ABSENT32, GraphKind, Op, Phase, ProcessGroup, TraceReader, UnitKind, UnitTable
 
-__all__ = ["COLUMN_TYPES", "JobGraph", "read_columns"]
+__all__ = ["COLUMN_TYPES", "JobGraph", "note_on_steps", "read_columns"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -50,6 +50,22 @@ COLUMN_TYPES: dict[str, tuple[type[np.generic], int | None]] = {
     "stage": (np.int32, ABSENT32),
     "model_chunk": (np.int32, ABSENT32),
 }
+
+
+def note_on_steps(reader: TraceReader, *, ranks: Sequence[int], phase: npt.NDArray[np.uint8]) -> tuple[str, ...]:
+    """What to say where nothing tells the steps of a trace: no optimizer, no row of a step, one number at most.
+
+    Args:
+        reader: the trace.
+        ranks: those that were loaded.
+        phase: the phases of their units.
+    """
+    if (phase == Phase.OPTIMIZER).any() or any(map(reader.num_steps, ranks)):
+        return ()
+    numbers = {step for span in map(reader.step_range, ranks) if span is not None for step in span}
+    if len(numbers) > 1:
+        return ()
+    return ("no optimizer step was seen: where steps end is not known, and all that was recorded counts as one",)
 
 
 def read_columns(table: UnitTable, names: Iterable[str]) -> dict[str, npt.NDArray[Any]]:

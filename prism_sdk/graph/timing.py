@@ -128,8 +128,8 @@ class Schedule:
 
 def job_steps_ns(
     step: npt.NDArray[np.integer[Any]], end_ns: Int64Array, is_whole: npt.NDArray[np.bool_]
-) -> Int64Array:
-    """The times of a job's whole steps but the first: from when the last rank has ended the step before to its end.
+) -> tuple[npt.NDArray[np.integer[Any]], Int64Array]:
+    """A job's whole steps but the first, and the time of each: from its last rank's end of the step before to its end.
 
     A rank that waits in a step for one that was late in the step before would count that time again: means over ranks
     are too long, the more so the fewer steps there are behind an uneven first one.
@@ -140,7 +140,8 @@ def job_steps_ns(
     steps, place = np.unique(step, return_inverse=True)
     latest = np.full(len(steps), np.iinfo(np.int64).min)
     np.maximum.at(latest, place, end_ns)
-    return np.diff(np.maximum.accumulate(latest))[np.isin(steps[1:], step[is_whole])]
+    counts = np.isin(steps[1:], step[is_whole])
+    return steps[1:][counts], np.diff(np.maximum.accumulate(latest))[counts]
 
 
 def schedule(

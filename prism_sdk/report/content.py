@@ -86,6 +86,7 @@ def report_content(
         content["explanation"] = {
             "sentence": found.sentence,
             "rows": [[part.name, part.first_ns, part.second_ns] for part in found.parts],
+            "job_step": ["step of the job", found.first_job_ns, found.second_job_ns],
             "units": [[unit.name, unit.first_ns, unit.second_ns] for unit in found.units[:12]],
         }
     return content
@@ -100,9 +101,8 @@ def _step(analysis: Analysis, wanted: int | None, *, strict: bool = True) -> int
         if strict:
             known = f"it has {present.min()} to {present.max()}"
             raise UsageError(f"what was chosen of {analysis.job.path} has no step {wanted}", hint=known)
-    steady = np.unique(windows.step[windows.is_steady])
-    times = step_times_ns(analysis.job)
-    return int(steady[np.argsort(times, kind="stable")[(len(times) - 1) // 2]])
+    steps, times = step_times_ns(analysis.job)
+    return int(steps[np.argsort(times, kind="stable")[(len(times) - 1) // 2]])
 
 
 def _of_trace(analysis: Analysis, reader: TraceReader, rows: Sequence[int], step: int) -> dict[str, Any]:
@@ -111,13 +111,14 @@ def _of_trace(analysis: Analysis, reader: TraceReader, rows: Sequence[int], step
     slack = analysis.rank_slack_ns()
     critical = analysis.critical_path.ranks_ns if analysis.critical_path is not None else {}
     traffic = traffic_matrix(job)
-    steady = np.unique(parts.windows.step[parts.windows.is_steady])
+    steps, times = step_times_ns(job)
     stage = {rank.rank: rank.stage for rank in analysis.stragglers.ranks}
     return {
         "file": os.path.basename(job.path), "kind": job.graph.graph_kind.name.lower(),
         "worth": _WORTH[job.graph.graph_kind], "world_size": job.graph.world_size, "num_ranks": len(job.ranks),
         "num_roles": len(reader.roles), "num_units": len(job.graph),
-        "step_ns": parts.mean_step_ns, "overlap": parts.overlap_ratio, "parts": parts.mean_parts_ns,
+        "job_step_ns": float(times.mean()), "step_ns": parts.mean_step_ns, "overlap": parts.overlap_ratio,
+        "parts": parts.mean_parts_ns,
         "part_names": list(PARTS),
         "metadata": {k: v[:200] for k, v in sorted(reader.metadata.items()) if k.startswith(_MODEL_KEYS)},
         "notes": list(analysis.notes), "stragglers": _stragglers(analysis),
@@ -127,7 +128,7 @@ def _of_trace(analysis: Analysis, reader: TraceReader, rows: Sequence[int], step
         "rank_slack": packed([slack.get(rank, -1) for rank in ranks.tolist()], "f8"),
         "rank_critical": packed([critical.get(rank, 0) for rank in ranks.tolist()], "f8"),
         "rank_stage": [stage.get(rank) for rank in ranks.tolist()],
-        "steps": [None if s == ABSENT32 else int(s) for s in steady], "step_times": step_times_ns(job).tolist(),
+        "steps": [None if s == ABSENT32 else int(s) for s in steps], "step_times": times.tolist(),
         "memory": [_curve(item) for item in _chosen_memory(analysis.memory)], "num_memory": len(analysis.memory),
         "matrix": {"bounds": list(traffic.bounds), "values": packed(traffic.values_bytes, "f8"),
                    "unknown": traffic.num_unknown},

@@ -212,7 +212,7 @@ class SimJob:
         p = self.programs
         bounds = [p.bounds_of(int(program)) for program in self.program]
         return job_steps_ns(np.concatenate([p.bound_step[one] for one in bounds]), end_ns,
-                            np.concatenate([p.bound_is_whole[one] for one in bounds]))  # fmt: skip
+                            np.concatenate([p.bound_is_whole[one] for one in bounds]))[1]  # fmt: skip
 
     @cached_property
     def alone_ids(self) -> npt.NDArray[np.uint64]:

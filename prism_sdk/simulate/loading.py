@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 from prism_sdk.errors import UsageError
 from prism_sdk.graph.errors import BareGraphError, GraphError
-from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.job import JobGraph, note_on_steps
 from prism_sdk.simulate.job import SimJob, SourceRows
 from prism_sdk.simulate.loader import Loader, RankColumns
 from prism_sdk.simulate.recalled import Recalled, fixed
-from prism_sdk.simulate.weights import BEGINS_KEY, FREE_OF, LEAD, PROVENANCE, find_rows
+from prism_sdk.simulate.weights import FREE_OF, LEAD, PROVENANCE, find_rows
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, GraphKind, TableKind, TraceReader
+from prismtrace.model import BEGINS_KEY
 from prismtrace.model import COLUMNS as MODEL_COLUMNS
 from prismtrace.tables import UnitTable
 
@@ -233,5 +234,6 @@ def load(
         world = counted(reader.world_size, "rank", separator=",")
         notes.append(f"{len(chosen):,} of {world} are simulated, as if they never waited for the others: the figures "
                      "are not those of the whole job")  # fmt: skip
+    notes += note_on_steps(reader, ranks=chosen, phase=job.programs.phase)
     source_rows = SourceRows(steps=steps, rank=job.ranks, rows=tuple(taker.rows) if change is not None else None)
     return replace(job, source_rows=source_rows, notes=(*job.notes, *notes, *((_OF_RECORDING,) if is_bare else ())))

@@ -16,8 +16,9 @@ import numpy.typing as npt
 from prism_sdk.simulate.job import ALONE
 from prism_sdk.simulate.kept import kept_scalars, kept_steps, kept_units, structure_of
 from prism_sdk.simulate.simulation import Timeline
-from prism_sdk.simulate.weights import BEGINS_KEY, FREE_OF, LEAD, PROVENANCE, FreeOf, events_of, find_rows
+from prism_sdk.simulate.weights import FREE_OF, LEAD, PROVENANCE, FreeOf, events_of, find_rows
 from prismtrace import ABSENT, ABSENT32, GraphKind, TraceReader, TraceWriter, UnitKind
+from prismtrace.model import BEGINS_KEY
 from prismtrace.rewriting import atomic_output
 
 __all__ = ["write_timeline"]

@@ -222,9 +222,9 @@ def _owners(rank: int, columns: RankColumns, begin: int, named: npt.NDArray[np.i
 
 
 def _renumbered(columns: RankColumns) -> Int64Array:
-    """Sequence numbers counted anew from 0 in each lane."""
+    """Sequence numbers counted anew from 0 in each lane. Communication that had none meets nobody, and gets none."""
     kind = columns["kind"]
-    rows = np.flatnonzero((kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV))
+    rows = np.flatnonzero((kind >= UnitKind.COLLECTIVE) & (kind <= UnitKind.RECV) & (columns["seq"] != ABSENT))
     is_message = kind[rows] != UnitKind.COLLECTIVE
     peer, tag = (np.where(is_message, columns[name][rows], 0) for name in ("peer", "tag"))
     keys = np.stack([kind[rows].astype(np.int64), columns["group_id"][rows], peer, tag])

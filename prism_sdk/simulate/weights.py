@@ -22,7 +22,7 @@ from prism_sdk.simulate.job import SimJob
 from prism_sdk.simulate.recalled import Recalled
 from prismtrace import ABSENT, UnitKind
 
-__all__ = ["BEGINS_KEY", "CALIBRATED_COLUMNS", "FREE_OF", "FreeOf", "LEAD", "MEASURED", "PROVENANCE",
+__all__ = ["CALIBRATED_COLUMNS", "FREE_OF", "FreeOf", "LEAD", "MEASURED", "PROVENANCE",
            "UNKNOWN_TRANSFER", "begin_of", "calibrated_weights", "events_of", "find_rows",
            "observed_weights"]  # fmt: skip
 
@@ -30,8 +30,6 @@ Int64Array = npt.NDArray[np.int64]
 MEASURED = 1
 PROVENANCE = "prism.provenance"
 LEAD = "prism.lead_ns"
-#: Of the metadata: the host clock where a rank of a calibrated graph begins, 0 where it is absent.
-BEGINS_KEY = "rank.{}.begins_ns"
 FREE_OF = "prism.free_of"
 #: What the weights of a calibrated graph follow from.
 CALIBRATED_COLUMNS = ("kind", "start_ns", "end_ns", "transfer_ns", "gap_ns", LEAD, PROVENANCE, FREE_OF)

@@ -12,6 +12,7 @@ from made_jobs import MadeJob, pipeline_job
 
 from prism_sdk.analysis import (
     Bandwidth,
+    analyze,
     bandwidths,
     breakdown_of,
     bus_factor,
@@ -23,6 +24,9 @@ from prism_sdk.analysis import (
     stragglers_of,
     variation_of,
 )
+from prism_sdk.analysis.text import format_explanation
+from prism_sdk.report import report_content
+from prism_sdk.simulate import load, simulate, summarise
 from prismtrace import DType, GraphKind, Op, Phase, ProcessGroup, TraceWriter, UnitKind
 
 
@@ -200,6 +204,48 @@ def test_variation_within_and_between_runs(tmp_path: Path) -> None:
     first = found.runs[0]
     assert (first.min_ns, first.max_ns, first.num_steps) == (90, 110, 3)
     assert first.interval.low <= 100 <= first.interval.high and first.drift_per_step == pytest.approx(-0.05)
+
+
+def _uneven_job(path: Path, *, step_ns: int = 100, tells_steps: bool = True) -> Path:
+    """Rank 1 ends an uneven first step 30 ns after rank 0, which waits for it in the next; behind all is a barrier."""
+    job = MadeJob(2)
+    for rank, clock in enumerate((970, 1000)):
+        begin = 0
+        for step in range(3):
+            columns = {"step": step} if tells_steps else {}
+            end = 1000 + step_ns * step
+            job.compute(rank, begin, clock if step == 0 else max(begin + 10, end - 20), **columns)
+            if step:
+                job.communicate(rank, end - 20, end - 10, wait=(end - 20, end - 10), **columns)
+                job.compute(rank, end - 10, end, phase=int(Phase.OPTIMIZER if tells_steps else Phase.OTHER), **columns)
+            begin = clock if step == 0 else end
+        columns = {"step": 3} if tells_steps else {}
+        job.communicate(rank, begin, begin + 900, op=Op.BARRIER, wait=(begin, begin + 900), **columns)
+    return job.write(path)
+
+
+def test_steps_of_the_job_are_those_of_its_simulation(tmp_path: Path) -> None:
+    """Rank 0 waits in step 1 for what rank 1 was late in step 0: no step of the job is longer by that."""
+    paths = [_uneven_job(tmp_path / f"{step_ns}.prism", step_ns=step_ns) for step_ns in (100, 110)]
+    (run,) = variation_of(paths[:1]).runs
+    assert (run.num_steps, run.min_ns, run.max_ns) == (2, 100, 100)
+    report = summarise(simulate(load(paths[0])))
+    assert report.step_time_ns == report.recorded_step_ns == run.mean_ns
+    found = explain(*map(load_job, paths))
+    assert (found.first_job_ns, found.second_job_ns) == (100, 110) and found.is_significant
+    assert found.sentence.startswith("the second is 10.00 % slower: ")
+    assert sum(part.difference_ns for part in found.parts) == pytest.approx(found.difference_ns, abs=1e-6)
+    assert "step of the job" in format_explanation(found)
+
+
+@pytest.mark.parametrize("tells_steps", [False, True])
+def test_a_trace_without_optimizer_steps_says_so(tmp_path: Path, tells_steps: bool) -> None:
+    path = _uneven_job(tmp_path / "a.prism", tells_steps=tells_steps)
+    notes = [analyze(path).notes, summarise(simulate(load(path))).notes, report_content(path)["notes"]]
+    told = [any(note.startswith("no optimizer step was seen") for note in mine) for mine in notes]
+    assert told == [not tells_steps] * 3
+    if not tells_steps:
+        assert [(run.num_steps, run.mean_ns) for run in variation_of([path]).runs] == [(1, 2100)]
 
 
 @given(st.integers(0, 400), st.integers(0, 400), st.integers(0, 400))

@@ -97,6 +97,10 @@ def test_a_variant_that_changes_nothing_is_refused(
         ("analyze --max-gap-us nan", "nan is not a number"),
         ("compare FILE --max-error nan", "nan is not a number"),
         ("cat --columns ,", "names no column"),
+        ("analyze --by phase --by kind", "'--by': it is given 2 times"),
+        ("cat --rank 0 --step 1 --ranks 1", "'--rank' / '--ranks': it is given 2 times"),
+        ("simulate --steps 0:1 --steps 1:2 --steps 2:3", "'--steps': it is given 3 times"),
+        ("diff FILE --ignore times --ignore memory", "'--ignore': it is given 2 times"),
     ],
 )
 def test_an_option_without_an_effect_is_refused(

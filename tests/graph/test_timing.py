@@ -75,10 +75,11 @@ def test_a_step_of_the_job_ends_with_its_last_rank() -> None:
     step = np.array([0, 1, 2, 3, 0, 1, 2, 3])
     ends = np.array([970, 1100, 1200, 1210, 1000, 1100, 1200, 1290])
     is_whole = step < 3
-    assert job_steps_ns(step, ends, is_whole).tolist() == [100, 100]
+    steps, times = job_steps_ns(step, ends, is_whole)
+    assert (steps.tolist(), times.tolist()) == ([1, 2], [100, 100])
     order = np.random.default_rng(0).permutation(len(step))
-    assert job_steps_ns(step[order], ends[order], is_whole[order]).tolist() == [100, 100]
-    assert job_steps_ns(step[:1], ends[:1], is_whole[:1]).tolist() == []
+    assert job_steps_ns(step[order], ends[order], is_whole[order])[1].tolist() == [100, 100]
+    assert job_steps_ns(step[:1], ends[:1], is_whole[:1])[1].tolist() == []
 
 
 def test_wait_as_first_row_and_empty_rank() -> None:

@@ -141,6 +141,18 @@ def test_a_trace_of_times_changes_as_the_graph_that_it_is_of(tmp_path: Path, cha
     assert Scenario(**change).run(times).step_time_ns == pytest.approx(changed, abs=1)
 
 
+@pytest.mark.parametrize("change", [{"microbatches": 8}, {"schedule": "gpipe"}])
+def test_what_meets_nobody_meets_nobody_in_another_order(tmp_path: Path, change: dict[str, Any]) -> None:
+    """Communication without sequence numbers, as Kineto imports have it, gets none by being put in another order."""
+    graph, timeline = pipeline(tmp_path / "graph.prism"), tmp_path / "timeline.prism"
+    assert run(["simulate", str(graph), "-o", str(timeline)]) == 0
+    nothing = np.int64(ABSENT)
+    times = rewritten(timeline, tmp_path / "times.prism", GraphKind.OBSERVED, seq=nothing, transfer_ns=nothing)
+    changed = Scenario(**change).run(times).job
+    assert len(changed.alone_ids) == 6, "one of each rank"
+    assert set(changed.lanes.group_id.tolist()) == set(changed.alone_ids.tolist())
+
+
 @pytest.mark.parametrize("change", [{"microbatches": 8}, {"schedule": "gpipe"}, {"microbatches": 2}])
 def test_what_a_schedule_computes_between_its_passes_goes_with_what_follows(
     tmp_path: Path, change: dict[str, Any]

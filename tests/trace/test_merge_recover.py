@@ -21,6 +21,7 @@ from prismtrace import (
     TraceWriter,
     merge,
     recover,
+    validate,
 )
 
 
@@ -92,9 +93,16 @@ def test_merge_is_atomic_and_does_not_overwrite(tmp_path: Path, sample: Path) ->
         merge([sample], tmp_path / "no" / "out")
 
 
-@pytest.mark.parametrize("more", [b"x", b"garbage" * 5, b"\0" * 4096])
-def test_what_stands_behind_the_end_is_all_that_is_lost(tmp_path: Path, sample: Path, more: bytes) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [b"x", b"garbage" * 5, pytest.param(b"\0" * 4096, id="zeros"), pytest.param(b"\0" * (9 << 20), id="9 MiB of zeros"),
+     pytest.param(None, id="another trace")],
+)  # fmt: skip
+def test_what_stands_behind_the_end_is_all_that_is_lost(
+    tmp_path: Path, sample: Path, more: bytes | None
+) -> None:  # fmt: skip
     size, twin = sample.stat().st_size, prismtrace.to_json(sample)
+    more = write_sample(tmp_path / "another", steps=4).read_bytes() if more is None else more
     sample.write_bytes(sample.read_bytes() + more)
     report = recover(sample, tmp_path / "out")
     assert [(part.start, part.end) for part in report.lost] == [(size, size + len(more))]
@@ -102,6 +110,14 @@ def test_what_stands_behind_the_end_is_all_that_is_lost(tmp_path: Path, sample: 
     saved = prismtrace.to_json(tmp_path / "out")
     assert saved["metadata"].pop("recover.lost_bytes") == str(len(more))
     assert {key: saved[key] for key in ("metadata", "groups")} == {key: twin[key] for key in ("metadata", "groups")}
+
+
+def test_a_validator_finds_the_end_however_much_stands_behind_it(sample: Path) -> None:
+    size = sample.stat().st_size
+    with sample.open("ab") as file:
+        file.truncate(size + (9 << 20))
+    (found,) = validate(sample)
+    assert found.message.startswith("9437184 bytes after the end of a finished file") and found.where == f"byte {size}"
 
 
 def test_many_shards_need_few_descriptors(tmp_path: Path) -> None:

@@ -127,6 +127,15 @@ def test_a_kept_payload_is_searched(tmp_path: Path) -> None:
         assert len(reader.payload_digests) == 1 and reader.units(0).payload_in[1] == reader.payload_digests[0]
 
 
+@pytest.mark.parametrize("keep_payloads", [False, True])
+def test_a_copy_without_payloads_promises_none(tmp_path: Path, keep_payloads: bool) -> None:
+    source = write_secret(tmp_path / "source.prism")
+    prismtrace.merge([source], source, metadata={"profile": "schedule-unit, payload"}, overwrite=True)
+    redact(source, tmp_path / "out.prism", keep_payloads=keep_payloads)
+    with TraceReader(tmp_path / "out.prism") as reader:
+        assert reader.metadata["profile"] == ("schedule-unit, payload" if keep_payloads else "schedule-unit")
+
+
 def test_all_strings_and_given_names(tmp_path: Path) -> None:
     source = write_secret(tmp_path / "source.prism")
     redact(source, tmp_path / "all", key="k", all_strings=True)

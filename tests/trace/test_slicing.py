@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -52,6 +53,41 @@ def test_a_wait_without_its_communication_loses_it(tmp_path: Path, sample: Path)
     report = slice_trace(sample, tmp_path / "cut", ranks=[0], time_ns=(3001, 3400))
     assert report.num_units == 1 and report.num_cut_waits == 1
     assert {item.code for item in validate(tmp_path / "cut")} == {"PT024"}
+
+
+CLAIMS = {
+    "rank.0.begins_ns": "70", "rank.1.begins_ns": "80", "rank.1.fidelity": "full",
+    "profile": "schedule-unit,replay,payload",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cut", "lost", "profile"),
+    [
+        ({"steps": range(1)}, set(), CLAIMS["profile"]),
+        ({"steps": range(1, 2)}, {"rank.0.begins_ns", "rank.1.begins_ns"}, CLAIMS["profile"]),
+        ({"ranks": [1]}, {"rank.0.begins_ns"}, CLAIMS["profile"]),
+        ({"ranks": [0], "keep_payloads": False}, {"rank.1.begins_ns"}, "schedule-unit,replay"),
+        ({"time_ns": (3001, 13_000)}, {"rank.0.begins_ns", "rank.1.begins_ns"}, "schedule-unit,payload"),
+    ],
+)
+def test_metadata_that_the_cut_makes_untrue_goes(
+    tmp_path: Path, sample: Path, cut: dict[str, Any], lost: set[str], profile: str
+) -> None:
+    prismtrace.merge([sample], tmp_path / "whole", metadata=CLAIMS)
+    slice_trace(tmp_path / "whole", tmp_path / "out", **cut)
+    with TraceReader(tmp_path / "out") as part:
+        kept = {key: part.metadata[key] for key in CLAIMS if key in part.metadata}
+    assert kept == {key: value for key, value in CLAIMS.items() if key not in lost} | {"profile": profile}
+
+
+def test_a_merge_says_where_the_ranks_of_its_units_begin(tmp_path: Path, sample: Path) -> None:
+    prismtrace.merge([sample], tmp_path / "whole", metadata=CLAIMS)
+    slice_trace(tmp_path / "whole", tmp_path / "late", ranks=[1], steps=range(1, 2))
+    for paths, begins in ((["whole", "late"], None), (["late", "whole"], "80")):
+        prismtrace.merge([tmp_path / path for path in paths], tmp_path / "both", overwrite=True)
+        with TraceReader(tmp_path / "both") as both:
+            assert (both.metadata["rank.0.begins_ns"], both.metadata.get("rank.1.begins_ns")) == ("70", begins)
 
 
 def test_payloads_can_be_dropped(tmp_path: Path, sample: Path) -> None:

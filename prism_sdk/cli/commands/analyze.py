@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json, json_ready
-from prism_sdk.cli.parsing import RANKS, STEPS, Number
+from prism_sdk.cli.parsing import RANKS, STEPS, Number, once
 from prism_sdk.errors import ExitCode
 from prism_sdk.runtime.config import StepRange
 
@@ -15,13 +15,13 @@ from prism_sdk.runtime.config import StepRange
 @click.command("analyze")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.argument("other", type=click.Path(path_type=Path), required=False, metavar="[FILE_B]")
-@click.option("--ranks", type=RANKS, metavar="LIST", help="Only these ranks, such as 0,4-7.")
-@click.option("--steps", type=STEPS, metavar="A:B", help="Only these steps (B exclusive).")
+@once("--ranks", type=RANKS, metavar="LIST", help="Only these ranks, such as 0,4-7.")
+@once("--steps", type=STEPS, metavar="A:B", help="Only these steps (B exclusive).")
 @click.option("--repeat", "repeats", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
               help="One more run of the same job, for the run-to-run variation (repeatable).")  # fmt: skip
 @click.option("--max-gap-us", type=Number(min=0, max=1e9), default=100.0, show_default=True, metavar="US",
               help="Longer pauses between two units are idle time, not the cost of launching.")  # fmt: skip
-@click.option("--by", metavar="COLUMN",
+@once("--by", metavar="COLUMN",
               help="Also say what units cost by the values of a column, such as prism.part.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def command(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from prism_sdk.cli.parsing import RANKS, STEP_OR_STEPS
+from prism_sdk.cli.parsing import RANKS, STEP_OR_STEPS, once
 from prism_sdk.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ _MAX_CELL = 40
 @click.command("cat")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--table", default="units", help="units (default), steps, scalars, events or tracks.")
-@click.option("--rank", "--ranks", "ranks", type=RANKS, metavar="0,4-7", help="Only these ranks.")
-@click.option(
+@once("--rank", "--ranks", "ranks", type=RANKS, metavar="0,4-7", help="Only these ranks.")
+@once(
     "--step", "--steps", "steps", type=STEP_OR_STEPS, metavar="N|A:B", help="Only step N, or steps from A up to B."
 )
-@click.option("--columns", metavar="NAME,...", help="Only these columns; `all` for every column that has a value.")
+@once("--columns", metavar="NAME,...", help="Only these columns; `all` for every column that has a value.")
 @click.option("--format", "style", type=click.Choice(["table", "csv", "jsonl"]), help="table (default), csv or jsonl.")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format jsonl.")
 @click.option("-n", "--head", type=click.IntRange(min=0), metavar="N", help="Stop after N rows.")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_ns
+from prism_sdk.cli.parsing import once
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -18,16 +19,15 @@ if TYPE_CHECKING:
 @click.command("diff")
 @click.argument("a", type=click.Path(path_type=Path))
 @click.argument("b", type=click.Path(path_type=Path))
-@click.option(
+@once(
     "--ignore",
     metavar="CATEGORY,...",
-    default="",
     help="Do not compare these: header, ranks, structure, times, memory, groups, metadata, scalars, payloads, "
     "columns, events.",
 )
 @click.option("--max", "max_items", type=click.IntRange(min=1), default=8, help="Show so many of each kind (8).")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-def command(a: Path, b: Path, ignore: str, max_items: int, as_json: bool) -> int:
+def command(a: Path, b: Path, ignore: str | None, max_items: int, as_json: bool) -> int:
     """Say what changed from trace A to trace B: structure, times, groups, losses, metadata, payloads.
 
     Units are matched by what they are (operation, sizes, members of the group), not by their times. To hold an
@@ -42,7 +42,7 @@ def command(a: Path, b: Path, ignore: str, max_items: int, as_json: bool) -> int
     """
     import prismtrace
 
-    ignored = [word.strip() for word in ignore.split(",") if word.strip()]
+    ignored = [word.strip() for word in (ignore or "").split(",") if word.strip()]
     strange = sorted(set(ignored) - set(prismtrace.DIFF_CATEGORIES))
     if strange:
         hint = f"categories are: {', '.join(prismtrace.DIFF_CATEGORIES)}"

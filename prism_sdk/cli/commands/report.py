@@ -8,7 +8,7 @@ import click
 
 from prism_sdk.cli.output import format_bytes
 from prism_sdk.cli.outputs import check_output
-from prism_sdk.cli.parsing import RANKS, STEPS
+from prism_sdk.cli.parsing import RANKS, STEPS, once
 from prism_sdk.errors import ExitCode
 from prism_sdk.runtime.config import StepRange
 
@@ -21,8 +21,8 @@ from prism_sdk.runtime.config import StepRange
               help="A real run of the same job, drawn beside it.")  # fmt: skip
 @click.option("--step", type=click.IntRange(min=0), metavar="N",
               help="The step of the pipeline chart; the one of median length when left out.")  # fmt: skip
-@click.option("--steps", type=STEPS, metavar="A:B", help="Analyse only these steps (B exclusive).")
-@click.option("--ranks", type=RANKS, metavar="LIST", help="Analyse only these ranks, such as 0,4-7.")
+@once("--steps", type=STEPS, metavar="A:B", help="Analyse only these steps (B exclusive).")
+@once("--ranks", type=RANKS, metavar="LIST", help="Analyse only these ranks, such as 0,4-7.")
 @click.option("--overwrite", is_flag=True, help="Replace the page if it exists.")
 def command(
     file: Path,

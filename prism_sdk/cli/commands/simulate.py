@@ -12,7 +12,7 @@ import click
 
 from prism_sdk.cli.output import Ticker, echo_json
 from prism_sdk.cli.outputs import check_output, overwrite_option
-from prism_sdk.cli.parsing import STEPS
+from prism_sdk.cli.parsing import STEPS, once
 from prism_sdk.cli.simulated import echo_report
 from prism_sdk.cli.whatif import scenario_of, what_if_options
 from prism_sdk.errors import ExitCode
@@ -21,7 +21,7 @@ from prism_sdk.runtime.config import StepRange
 
 @click.command("simulate")
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
+@once("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
 @what_if_options
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the timeline of all ranks as a trace.")
 @overwrite_option

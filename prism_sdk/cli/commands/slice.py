@@ -9,7 +9,7 @@ import click
 
 from prism_sdk.cli.output import Ticker, echo_json, format_ns
 from prism_sdk.cli.outputs import check_output
-from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW
+from prism_sdk.cli.parsing import RANKS, STEPS, TIME_WINDOW, once
 from prism_sdk.errors import ExitCode, UsageError
 from prism_sdk.wording import counted
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", required=True, help="The file to write."
 )
-@click.option("--ranks", type=RANKS, metavar="0,4-7", help="Only these ranks.")
-@click.option("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
-@click.option(
+@once("--ranks", type=RANKS, metavar="0,4-7", help="Only these ranks.")
+@once("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
+@once(
     "--time",
     "window",
     type=TIME_WINDOW,

@@ -10,7 +10,7 @@ import click
 
 from prism_sdk.cli.engines import ADDRESS, engine_option
 from prism_sdk.cli.output import Ticker, echo_json, echo_table, format_bytes, format_ns
-from prism_sdk.cli.parsing import STEPS
+from prism_sdk.cli.parsing import STEPS, once
 from prism_sdk.cli.whatif import expand_variants
 from prism_sdk.errors import ExitCode, PrismError, UsageError
 from prism_sdk.runtime.config import StepRange
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--variant", "variants", multiple=True, metavar="[NAME=]OPTIONS",
               help="Options of `prism simulate`; {a,b} stands for several, in all combinations.")  # fmt: skip
-@click.option("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
+@once("--steps", type=STEPS, metavar="A:B", help="Only steps from A up to, not including, B.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @engine_option("Simulate the variants on the machines of a Ray cluster, which share the folder of the file. What is "
                "finished is kept there until the end: the same command goes on after an interruption.")  # fmt: skip

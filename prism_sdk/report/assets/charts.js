@@ -79,7 +79,7 @@ function lines(root, list, x, curves, format, options = {}) {
 }
 
 function makeSteps(root) {
-  const curves = [{ name: content.other ? "this trace" : "slowest rank", values: content.step_times }];
+  const curves = [{ name: content.other ? "this trace" : "the job", values: content.step_times }];
   let x = content.steps.map((s, i) => (s === null ? i : s));
   if (content.other) {
     const all = [...new Set([...x, ...content.other.steps.map((s, i) => (s === null ? i : s))])].sort((a, b) => a - b);

@@ -17,7 +17,7 @@ attempt("summary", () => {
   const shown = content.timeline.ranks.length, roles = content.num_roles ? `, ${counted(content.num_roles, "role")}` : "";
   $("facts").textContent = `${content.kind} graph, ${content.num_ranks} of ${counted(content.world_size, "rank")}${roles}, ${counted(content.num_units, "unit")}`
     + (shown < content.num_ranks ? `; ${shown} ranks are drawn over time, all in the heat map` : "");
-  const tiles = [tile(formatNs(content.step_ns), "mean step, over ranks")];
+  const tiles = [tile(formatNs(content.job_step_ns), "mean step of the job"), tile(formatNs(content.step_ns), "mean step, over ranks")];
   for (const name of content.part_names) tiles.push(tile(percent(content.parts[name], content.step_ns), name.replaceAll("_", " ")));
   if (content.overlap !== null) tiles.push(tile(percent(content.overlap, 1), "of communication hidden"));
   if (content.critical_ns) tiles.push(tile(formatNs(content.critical_ns), "critical path, all steps"));
@@ -35,7 +35,7 @@ attempt("comparison", () => {
   const row = ([name, real, own]) => [name.replaceAll("_", " "), formatNs(real), formatNs(own), `${own >= real ? "+" : ""}${formatNs(own - real)}`, real ? `${(100 * (own - real) / real).toFixed(1)} %` : "-"];
   const head = ["", "real", "this trace", "difference", "of real"];
   $("difference").replaceChildren(
-    table("Mean step, part by part", head, [...content.explanation.rows.map(row), row(["step", content.other.step_ns, content.step_ns])]),
+    table("Mean step, part by part", head, [...content.explanation.rows.map(row), row(["step", content.other.step_ns, content.step_ns]), row(content.explanation.job_step)]),
     table("Units, a step and rank", head, content.explanation.units.map(row)));
 });
 const timeline = attempt("timeline", () => makeTimeline($("timeline")));

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 
@@ -321,19 +322,23 @@ def sent_bytes(one: Announcement, shape: Shape) -> tuple[Fraction, Fraction]:
         size = Fraction(one.count if one.op is Op.SEND else 0)
         return size, size
     if one.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER):
-        item = one.dtype.itemsize
-        count = Fraction(one.count)
-        if one.op is Op.ALL_GATHER:
-            count = Fraction(sum(one.sizes), shape.size)
-        elif one.op is Op.REDUCE_SCATTER:
-            count /= shape.size
-        scaled = ring_sends(one.op, shape.num_ranks, shape.scaled(one.op, count)) if count else Fraction(0)
-        return ring_sends(one.op, shape.size, count) * item, scaled * item
+        count = sum(one.sizes) if one.op is Op.ALL_GATHER else one.count
+        return _sent_in_rings(one.op, count, one.dtype.itemsize, shape)
     if one.op in (Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER):
         sent = _messages(one, shape.size)[0]
         size = Fraction(sum(sent) - sent[one.member])
         return size, size
     return Fraction(0), Fraction(0)
+
+
+@lru_cache(1024)  # a program asks for the same again and again, and fractions take long
+def _sent_in_rings(op: Op, num_elements: int, item: int, shape: Shape) -> tuple[Fraction, Fraction]:
+    """`num_elements` of a gather: of all parts together."""
+    count = Fraction(num_elements)
+    if op is not Op.ALL_REDUCE:
+        count /= shape.size
+    scaled = ring_sends(op, shape.num_ranks, shape.scaled(op, count)) if count else Fraction(0)
+    return ring_sends(op, shape.size, count) * item, scaled * item
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:

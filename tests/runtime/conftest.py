@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prism_sdk.testing.workplace import Ended, Workplace
@@ -78,7 +80,9 @@ class Bench:
     def run_shared(self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = ()) -> Ended:
         """As `run`, for tests of what a job does and not of how it is started: in the workplace, and in its folder."""
         flags = () if "-o" in options else ("-o", str(self.output))
-        return self._workplace.run(mode, *flags, *options, "--", script, *arguments)
+        ended = self._workplace.run(mode, *flags, *options, "--", script, *arguments)
+        _assert_gone(lambda: _below_fork_servers(self._workplace), 3.0)
+        return ended
 
     def metadata(self, path: Path | None = None) -> dict[str, str]:
         with TraceReader(path or self.output) as reader:
@@ -96,10 +100,7 @@ class Bench:
         return found
 
     def assert_nothing_left(self, *, within_s: float = 3.0) -> None:
-        deadline = time.monotonic() + within_s
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.alive() == {}
+        _assert_gone(self.alive, within_s)
 
     def wait_for(self, condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
         deadline = time.monotonic() + within_s
@@ -114,6 +115,22 @@ class Bench:
             process.communicate()
         for pid in self.alive():
             os.kill(pid, signal.SIGKILL)
+
+
+def _assert_gone(alive: Callable[[], Sized], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive()
+
+
+def _below_fork_servers(workplace: Workplace) -> list[psutil.Process]:
+    """What commands that have ended have left running."""
+    assert workplace.pid is not None
+    with contextlib.suppress(psutil.NoSuchProcess):
+        servers = psutil.Process(workplace.pid).children()
+        return [process for server in servers for process in server.children(recursive=True)]
+    return []
 
 
 @pytest.fixture(scope="session")

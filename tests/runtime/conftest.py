@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from prismtrace import TraceReader
 from tests.runtime.laboratory import Laboratory
 
 SECONDS = 120.0  # no launch of these tests takes longer, or it hangs: some take 60 where eight others want the CPUs
+WORKPLACE_MARK = f"prism-workplace-{os.getpid()}"
 
 
 def _default_signals() -> None:
@@ -81,7 +81,7 @@ class Bench:
         """As `run`, for tests of what a job does and not of how it is started: in the workplace, and in its folder."""
         flags = () if "-o" in options else ("-o", str(self.output))
         ended = self._workplace.run(mode, *flags, *options, "--", script, *arguments)
-        _assert_gone(lambda: _below_fork_servers(self._workplace), 3.0)
+        _assert_gone(lambda: _left_by(self._workplace), 3.0)
         return ended
 
     def metadata(self, path: Path | None = None) -> dict[str, str]:
@@ -89,15 +89,8 @@ class Bench:
             return dict(reader.metadata)
 
     def alive(self) -> dict[int, str]:
-        """Processes that descend from our commands, wherever they hang now: the environment gives them away."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-        return found
+        """Processes that descend from our commands, wherever they hang now."""
+        return _marked(self.mark)
 
     def assert_nothing_left(self, *, within_s: float = 3.0) -> None:
         _assert_gone(self.alive, within_s)
@@ -117,25 +110,35 @@ class Bench:
             os.kill(pid, signal.SIGKILL)
 
 
-def _assert_gone(alive: Callable[[], Sized], within_s: float) -> None:
+def _assert_gone(alive: Callable[[], dict[int, str]], within_s: float) -> None:
     deadline = time.monotonic() + within_s
     while alive() and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not alive()
+    assert alive() == {}
 
 
-def _below_fork_servers(workplace: Workplace) -> list[psutil.Process]:
-    """What commands that have ended have left running."""
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that have the mark; the environment gives them away."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def _left_by(workplace: Workplace) -> dict[int, str]:
+    """Processes of commands that have ended; the workplace and its fork servers stay."""
     assert workplace.pid is not None
-    with contextlib.suppress(psutil.NoSuchProcess):
-        servers = psutil.Process(workplace.pid).children()
-        return [process for server in servers for process in server.children(recursive=True)]
-    return []
+    staying = {workplace.pid, *(server.pid for server in psutil.Process(workplace.pid).children())}
+    return {pid: line for pid, line in _marked(WORKPLACE_MARK).items() if pid not in staying}
 
 
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    workplace = Workplace(tmp_path_factory.mktemp("workplace"))
+    workplace = Workplace(tmp_path_factory.mktemp("workplace"), environment={"BENCH_MARK": WORKPLACE_MARK})
     yield workplace
     workplace.close()
 

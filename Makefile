@@ -63,16 +63,19 @@ $(STAMP): pyproject.toml
 	@rm -f $(VENV)/.prism-*
 	@touch $@
 
+# One call, and one environment to build them all in. Most modules of the test tools are never imported: those that are
+# get compiled then.
 $(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml) nccl_profiler/pyproject.toml $(wildcard nccl_profiler/src/*)
 	@echo '==> installing test tools and the plugins of this repository'
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet \
-		-e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS))
-	@if command -v "$${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1; \
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet 'hatchling>=1.26' editables
+	@set -- -e '.[test]' $(patsubst %,-e '%[test]',$(PLUGINS)); \
+	if command -v "$${CC:-cc}" >/dev/null 2>&1 || command -v gcc >/dev/null 2>&1 || command -v clang >/dev/null 2>&1; \
 	then \
-		$(BIN)/python -m pip install --disable-pip-version-check --quiet -e './nccl_profiler[test]'; \
+		set -- "$$@" -e './nccl_profiler[test]'; \
 	else \
 		echo '==> no C compiler: the NCCL profiler is left out, and its tests are skipped'; \
-	fi
+	fi; \
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation --no-compile "$$@"
 	@echo '==> installing frameworks for the tests of their adapters'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet setuptools wheel pydantic tqdm psutil packaging \
 		&& $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps --no-build-isolation \

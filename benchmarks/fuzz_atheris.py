@@ -1,6 +1,6 @@
 """Fuzzes the reader or an importer, guided by coverage (atheris, libFuzzer). Judges no values, only how it fails.
 
-For the reader the checksums are made right after each mutation. `tests/trace/test_atheris.py` runs it for some seconds;
+For the reader the checksums are made right after each mutation. `tests/trace/test_atheris.py` runs it for a second;
 needs `pip install atheris`.
 
     python benchmarks/fuzz_atheris.py -max_total_time=240 -rss_limit_mb=1024 -timeout=10 CORPUS_FOLDER

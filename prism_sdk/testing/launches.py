@@ -32,6 +32,7 @@ class Launches:
         environment: variables on top of those of the test; those of Prism are taken away.
         timeout_s: no launch takes longer.
         shared: whether launches share a process, and what it has loaded; else each is started as a user starts it.
+        workplace: the process to share, where there is one already; its environment and its time are those of launches.
     """
 
     folder: Path
@@ -39,10 +40,13 @@ class Launches:
     environment: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 120.0
     shared: bool = True
+    workplace: Workplace | None = None
     _serial: int = 0
 
     def __post_init__(self) -> None:
-        self._workplace = Workplace(self.folder, environment=self.environment, timeout_s=self.timeout_s)
+        self._workplace = self.workplace or Workplace(
+            self.folder, environment=self.environment, timeout_s=self.timeout_s
+        )
 
     def run(
         self, verb: str, script: Path | str, arguments: Sequence[str] = (), *, options: Sequence[str | Path] = ()

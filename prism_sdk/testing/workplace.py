@@ -62,6 +62,11 @@ class Workplace:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., Workplace] | None = None
 
+    @property
+    def pid(self) -> int | None:
+        """Of the process; its children are the fork servers that are kept, and these have none between commands."""
+        return None if self._process is None else self._process.pid
+
     def run(self, *words: str | Path) -> Ended:
         """Run ``prism`` with `words`."""
         process = self._started()

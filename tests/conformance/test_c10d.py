@@ -10,9 +10,12 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from prism_sdk.testing.workplace import Workplace
 
 pytest.importorskip("torch")
 
@@ -40,9 +43,23 @@ def torchrun(world_size: int) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
 
 
-def prism(verb: str, world_size: int, trace: Path, *options: str) -> list[str]:
-    where = f"--nproc-per-node={world_size}"
-    return [sys.executable, "-m", "prism_sdk.cli.main", verb, where, "-o", str(trace), *options, "--"]
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    workplace = Workplace(tmp_path_factory.mktemp("prism"), environment={"PYTHONUNBUFFERED": "1"}, timeout_s=500)
+    yield workplace
+    workplace.close()
+
+
+def prism(
+    workplace: Workplace, verb: str, world_size: int, folder: Path, *options: str, extra: tuple[str, ...] = ()
+) -> Path:
+    """Run the suite under `prism VERB`, as `run_suite` does."""
+    results = folder / "results"
+    where = ("--nproc-per-node", str(world_size), "-o", folder / "trace.prism")
+    ended = workplace.run(verb, *where, *options, "--", SUITE, "--out", results, *extra)
+    if ended.code != 0:
+        pytest.fail(f"prism {verb} ended with {ended.code}:\n{(ended.out + ended.err)[-6000:]}", pytrace=False)
+    return results
 
 
 def plain(world_size: int, out: Path, *extra: str) -> Path:
@@ -60,9 +77,8 @@ def reference_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recorded")
-    return run_suite(prism("record", 4, folder / "bare.prism", "--slots", "2"), folder / "results")
+def recorded(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prism(workplace, "record", 4, tmp_path_factory.mktemp("recorded"), "--slots", "2")
 
 
 def check(reference: Path, other: Path, *, tolerance: float | None = None, with_slow: bool = True) -> None:
@@ -72,8 +88,8 @@ def check(reference: Path, other: Path, *, tolerance: float | None = None, with_
     print(comparison)
 
 
-def test_observe_returns_what_gloo_returns(reference: Path, tmp_path: Path) -> None:
-    check(reference, run_suite(prism("observe", 4, tmp_path / "real.prism"), tmp_path / "results"))
+def test_observe_returns_what_gloo_returns(reference: Path, workplace: Workplace, tmp_path: Path) -> None:
+    check(reference, prism(workplace, "observe", 4, tmp_path))
 
 
 def test_observe_under_torchrun_returns_what_gloo_returns(
@@ -89,21 +105,19 @@ def test_record_returns_what_gloo_returns(reference: Path, recorded: Path) -> No
     check(reference, recorded)
 
 
-def test_record_with_one_slot_is_bit_identical(recorded: Path, tmp_path: Path) -> None:
-    launcher = prism("record", 4, tmp_path / "bare.prism", "--slots", "1")
-    check(recorded, run_suite(launcher, tmp_path / "results"), tolerance=0.0)
+def test_record_with_one_slot_is_bit_identical(recorded: Path, workplace: Workplace, tmp_path: Path) -> None:
+    check(recorded, prism(workplace, "record", 4, tmp_path, "--slots", "1"), tolerance=0.0)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_record_at_other_sizes_returns_what_gloo_returns(
-    request: pytest.FixtureRequest, world_size: int, tmp_path: Path
+    request: pytest.FixtureRequest, workplace: Workplace, world_size: int, tmp_path: Path
 ) -> None:
     if world_size == 2:
         expected: Path = request.getfixturevalue("reference_of_two")
     else:
         expected = plain(world_size, tmp_path / "plain", "--no-slow")
-    launcher = prism("record", world_size, tmp_path / "bare.prism", "--slots", "2")
-    check(expected, run_suite(launcher, tmp_path / "recorded", extra=("--no-slow",)))
+    check(expected, prism(workplace, "record", world_size, tmp_path, "--slots", "2", extra=("--no-slow",)))
 
 
 def test_the_comparison_sees_differences(reference: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from prism_sdk.testing.workplace import Ended, Workplace
@@ -19,6 +20,7 @@ from prismtrace import TraceReader
 from tests.runtime.laboratory import Laboratory
 
 SECONDS = 120.0  # no launch of these tests takes longer, or it hangs: some take 60 where eight others want the CPUs
+WORKPLACE_MARK = f"prism-workplace-{os.getpid()}"
 
 
 def _default_signals() -> None:
@@ -78,28 +80,20 @@ class Bench:
     def run_shared(self, mode: str, script: Path | str, *options: str, arguments: tuple[str, ...] = ()) -> Ended:
         """As `run`, for tests of what a job does and not of how it is started: in the workplace, and in its folder."""
         flags = () if "-o" in options else ("-o", str(self.output))
-        return self._workplace.run(mode, *flags, *options, "--", script, *arguments)
+        ended = self._workplace.run(mode, *flags, *options, "--", script, *arguments)
+        _assert_gone(lambda: _left_by(self._workplace), 3.0)
+        return ended
 
     def metadata(self, path: Path | None = None) -> dict[str, str]:
         with TraceReader(path or self.output) as reader:
             return dict(reader.metadata)
 
     def alive(self) -> dict[int, str]:
-        """Processes that descend from our commands, wherever they hang now: the environment gives them away."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            try:
-                if entry.name.isdigit() and self.mark.encode() in (entry / "environ").read_bytes():
-                    found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-        return found
+        """Processes that descend from our commands, wherever they hang now."""
+        return _marked(self.mark)
 
     def assert_nothing_left(self, *, within_s: float = 3.0) -> None:
-        deadline = time.monotonic() + within_s
-        while self.alive() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.alive() == {}
+        _assert_gone(self.alive, within_s)
 
     def wait_for(self, condition: Callable[[], bool], *, within_s: float = 30.0) -> None:
         deadline = time.monotonic() + within_s
@@ -116,9 +110,35 @@ class Bench:
             os.kill(pid, signal.SIGKILL)
 
 
+def _assert_gone(alive: Callable[[], dict[int, str]], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while alive() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive() == {}
+
+
+def _marked(mark: str) -> dict[int, str]:
+    """Processes that have the mark; the environment gives them away."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark.encode() in (entry / "environ").read_bytes():
+                found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+    return found
+
+
+def _left_by(workplace: Workplace) -> dict[int, str]:
+    """Processes of commands that have ended; the workplace and its fork servers stay."""
+    assert workplace.pid is not None
+    staying = {workplace.pid, *(server.pid for server in psutil.Process(workplace.pid).children())}
+    return {pid: line for pid, line in _marked(WORKPLACE_MARK).items() if pid not in staying}
+
+
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
-    workplace = Workplace(tmp_path_factory.mktemp("workplace"))
+    workplace = Workplace(tmp_path_factory.mktemp("workplace"), environment={"BENCH_MARK": WORKPLACE_MARK})
     yield workplace
     workplace.close()
 

@@ -32,29 +32,25 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("half", [0, 1])
-def test_a_rank_that_ends_badly_ends_the_recording(bench: Any, half: int) -> None:
-    running = []
-    for number, (statement, expected) in enumerate(list(ENDINGS.values())[half::2]):
-        script = bench.script(START + f"""
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_rank_that_ends_badly_ends_the_recording(bench: Any, ending: str) -> None:
+    statement, expected = ENDINGS[ending]
+    script = bench.script(START + f"""
         if rank == 1:
             {statement}
     body()
     dist.all_reduce(torch.ones(3))
-    """, name=f"train{number}.py")  # fmt: skip
-        output = bench.folder / f"{number}.prism"
-        process = bench.prism("record", script, "--nproc-per-node", "3", "--slots", "2", "-o", str(output))
-        running.append((process, output, expected))
-    for process, output, expected in running:
-        ended = bench.finish(process)
-        assert ended.code == 1
-        for text in expected:
-            assert text in ended.err
-        assert "prism_sdk" not in ended.err.partition("Traceback")[2].partition("ValueError")[0]
-        with TraceReader(output) as reader:
-            assert reader.metadata["job.status"] == "aborted"
-            assert reader.metadata["job.error"] and reader.metadata["job.error"].splitlines()[0] in ended.err
-            assert reader.num_units(0) >= 6
+    """)  # fmt: skip
+    run = bench.run if ending == "SIGKILL" else bench.run_shared
+    ended = run("record", script, "--nproc-per-node", "3", "--slots", "2")
+    assert ended.code == 1
+    for text in expected:
+        assert text in ended.err
+    assert "prism_sdk" not in ended.err.partition("Traceback")[2].partition("ValueError")[0]
+    with TraceReader(bench.output) as reader:
+        assert reader.metadata["job.status"] == "aborted"
+        assert reader.metadata["job.error"] and reader.metadata["job.error"].splitlines()[0] in ended.err
+        assert reader.num_units(0) >= 6
     bench.assert_nothing_left()
     assert not list(bench.folder.glob("*.parts"))
 
@@ -75,7 +71,8 @@ def test_a_rank_that_ends_badly_ends_the_observation(bench: Any, statement: str)
     body()
     """
     )
-    ended = bench.run("observe", script, "--nproc-per-node", "3")
+    run = bench.run if "SIGKILL" in statement else bench.run_shared
+    ended = run("observe", script, "--nproc-per-node", "3")
     assert ended.code == 1
     assert ("a wrong turn" if "Value" in statement else "killed by SIGKILL") in ended.err
     with TraceReader(bench.output) as reader:
@@ -93,7 +90,7 @@ def test_an_exception_in_a_thread_is_no_failure(bench: Any) -> None:
     thread.start(); thread.join()
     """
     )
-    ended = bench.run("record", script, "--nproc-per-node", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2")
     assert ended.code == 0
     assert "in a thread" in ended.err
     assert bench.metadata()["job.status"] == "complete"
@@ -108,7 +105,7 @@ def test_a_disk_that_runs_full_while_recording_is_named(bench: Any) -> None:
     for step in range(50):
         dist.all_reduce(torch.rand(2000))
     """)
-    ended = bench.run("record", script, "--nproc-per-node", "2")
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2")
     assert ended.code == 1
     assert "rank-0000" in ended.err and "File too large" in ended.err
     assert "Traceback" not in ended.err
@@ -116,7 +113,6 @@ def test_a_disk_that_runs_full_while_recording_is_named(bench: Any) -> None:
         assert reader.metadata["job.status"] == "aborted"
         assert "File too large" in reader.metadata["job.error"]
         assert len(reader.groups) == 1
-    bench.assert_nothing_left()
 
 
 def test_shards_that_cannot_be_joined_stay_and_the_next_run_saves_them(bench: Any) -> None:
@@ -126,7 +122,7 @@ def test_shards_that_cannot_be_joined_stay_and_the_next_run_saves_them(bench: An
     for step in range(200):
         dist.all_reduce(torch.rand(20))
     """)
-    assert bench.run("observe", script, "--nproc-per-node", "2").code == 0
+    assert bench.run_shared("observe", script, "--nproc-per-node", "2").code == 0
     limit = bench.output.stat().st_size * 3 // 4  # enough for each shard, not for both
     bench.output.unlink()
 
@@ -139,7 +135,7 @@ def test_shards_that_cannot_be_joined_stay_and_the_next_run_saves_them(bench: An
     assert not bench.output.exists()
     assert len(list(bench.folder.glob("out.prism.parts/rank-*.prism"))) == 2
 
-    again = bench.run("observe", bench.script("import torch", name="other.py"))
+    again = bench.run_shared("observe", bench.script("import torch", name="other.py"))
     assert again.code == 0 and "saved as" in again.err
     with TraceReader(bench.folder / "out.prism.recovered") as reader:
         assert reader.ranks == (0, 1)

@@ -104,18 +104,13 @@ def test_child_processes_of_a_rank_work_and_are_no_ranks(bench: Any) -> None:
     if __name__ == "__main__":
         main()
     """)
-    running = [
-        bench.prism(mode, script, "--nproc-per-node", "2", "-o", str(bench.folder / f"{mode}.prism"))
-        for mode in ("record", "observe")
-    ]
-    for mode, process in zip(("record", "observe"), running, strict=True):
-        ended = bench.finish(process)
+    for mode in ("record", "observe"):
+        ended = bench.run_shared(mode, script, "--nproc-per-node", "2", "-o", str(bench.folder / f"{mode}.prism"))
         assert ended.code == 0, ended.err
         assert ended.out.count("batches 40") == 2
         assert all(f"child {method}" in ended.out for method in ("fork", "spawn", "forkserver"))
         metadata = bench.metadata(bench.folder / f"{mode}.prism")
         assert metadata["rank.0.status"] == metadata["rank.1.status"] == "complete"
-    bench.assert_nothing_left()
 
 
 def test_quiet_says_nothing_and_progress_names_what_happens(bench: Any) -> None:
@@ -125,10 +120,9 @@ def test_quiet_says_nothing_and_progress_names_what_happens(bench: Any) -> None:
     time.sleep(2.5)
     dist.barrier()
     """)
-    loud = bench.prism("record", script, "--nproc-per-node", "2", "--slots", "1", "-o", str(bench.folder / "a.prism"))
     quiet = bench.prism("record", script, "--nproc-per-node", "2", "-q", "-o", str(bench.folder / "b.prism"))
-    ended = bench.finish(quiet)
-    assert (ended.code, ended.out, ended.err) == (0, "", "")
-    ended = bench.finish(loud)
+    ended = bench.run_shared("record", script, "--nproc-per-node", "2", "--slots", "1")
     assert ended.code == 0
     assert "running" in ended.err and "parked" in ended.err and "switches/s" in ended.err
+    ended = bench.finish(quiet)
+    assert (ended.code, ended.out, ended.err) == (0, "", "")

@@ -8,6 +8,7 @@ import pytest
 
 import prismtrace
 from prism_sdk.testing import Launches, losses
+from prism_sdk.testing.workplace import Workplace
 
 torch = pytest.importorskip("torch")
 
@@ -17,8 +18,8 @@ ON_CPU = ("--device", "cpu")
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_script_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
-    launches = Launches(tmp_path)
+def test_a_script_for_gpus_runs_on_cpus(workplace: Workplace, tmp_path: Path) -> None:
+    launches = Launches(tmp_path, workplace=workplace)
     plain = launches.record(JOB, ["cpu"], num_ranks=2)
     done = launches.record(JOB, ["cuda"], num_ranks=2, options=ON_CPU)
     assert losses(done.out) == losses(plain.out) and len(losses(done.out)) == 2
@@ -33,6 +34,7 @@ def test_a_script_for_gpus_runs_on_cpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_it_the_script_says_what_is_missing(tmp_path: Path) -> None:
-    done = Launches(tmp_path).run("record", JOB, ["cuda"], options=["--nproc-per-node", "2"])
+def test_without_it_the_script_says_what_is_missing(workplace: Workplace, tmp_path: Path) -> None:
+    launches = Launches(tmp_path, workplace=workplace)
+    done = launches.run("record", JOB, ["cuda"], options=["--nproc-per-node", "2"])
     assert done.code == 1 and "cuda" in done.err.lower()

@@ -12,7 +12,7 @@ from prismtrace import TraceReader
 
 def test_the_rehearsal_runs_and_leaves_nothing_that_a_rank_could_notice() -> None:
     code = """
-import json, os, sys, threading, warnings
+import gc, json, os, sys, threading, warnings
 import torch, torch.distributed as dist
 from prism_sdk.runtime import preload
 
@@ -36,6 +36,8 @@ print(json.dumps({
     "shown": shown,
     "rehearsed": "torch.optim.adamw" in sys.modules and hasattr(torch.optim.AdamW.step, "hooked"),
     "kept": len(preload._kept) > 0,
+    "collects": gc.isenabled() and gc.get_freeze_count() > 100_000,
+    "of_simulations": sorted({"numba", "prism_sdk.simulate"} & sys.modules.keys()),
 }))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -50,6 +52,8 @@ print(json.dumps({
         "shown": [],
         "rehearsed": True,
         "kept": True,
+        "collects": True,
+        "of_simulations": [],
     }
 
 

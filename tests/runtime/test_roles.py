@@ -18,6 +18,7 @@ from prism_sdk.runtime.roles.layout import Families, GroupFact, RolePlan, make_p
 from prism_sdk.runtime.roles.stating import stated_plan
 from prism_sdk.runtime.roles.views import Views
 from prism_sdk.testing.launches import Launched, Launches
+from prism_sdk.testing.workplace import Workplace
 from prismtrace import DType, Op, ProcessGroup, TraceReader, TraceWriter, has_errors, validate
 from tests.runtime.role_jobs import ASYMMETRIC, MIXED, SIDES, structure_differences
 from tests.runtime.spread_machines import record as record_on_machines
@@ -26,11 +27,11 @@ MOE = Path(__file__).parents[2] / "examples" / "train_moe_4d.py"
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def jobs(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("roles")
     for name, text in (("mixed", MIXED), ("asymmetric", ASYMMETRIC), ("sides", SIDES)):
         (folder / f"{name}.py").write_text(text)
-    return Launches(folder)
+    return Launches(folder, workplace=workplace)
 
 
 def record(jobs: Launches, script: str | Path, *arguments: str, num_ranks: int, roles: str | None = None) -> Launched:

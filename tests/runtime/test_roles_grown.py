@@ -12,6 +12,7 @@ from prism_sdk.runtime.oncuda.usage import others_of
 from prism_sdk.runtime.roles.growing import grow
 from prism_sdk.runtime.roles.recorded import RecordedRoles
 from prism_sdk.testing.launches import Launches
+from prism_sdk.testing.workplace import Workplace
 from prismtrace import GraphKind, ProcessGroup, TraceReader, TraceWriter, add_alike
 
 RANKS = 64
@@ -43,10 +44,10 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def jobs(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("grown")
     (folder / "job.py").write_text(JOB)
-    return Launches(folder)
+    return Launches(folder, workplace=workplace)
 
 
 def test_a_recording_by_roles_grows_is_calibrated_and_any_rank_is_emulated(jobs: Launches) -> None:

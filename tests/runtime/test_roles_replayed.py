@@ -13,6 +13,7 @@ from prism_sdk.runtime.manifest import read_scripts
 from prism_sdk.runtime.roles.recorded import RecordedRoles, small_job
 from prism_sdk.simulate import load, simulate
 from prism_sdk.testing.launches import Launched, Launches
+from prism_sdk.testing.workplace import Workplace
 from prismtrace import GraphKind, Op, TraceReader, has_errors, validate
 from tests.runtime.role_jobs import MIXED, structure_differences
 
@@ -20,12 +21,12 @@ RANKS = 64
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def jobs(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("replayed")
     (folder / "mixed.py").write_text(MIXED)
     for name in ("recorded", "calibrated", "emulated"):
         (folder / name).mkdir()
-    return Launches(folder)
+    return Launches(folder, workplace=workplace)
 
 
 def run(jobs: Launches, verb: str, name: str, *options: str | Path) -> Launched:

@@ -20,6 +20,7 @@ from prism_sdk.runtime.manifest import read_scripts
 from prism_sdk.runtime.roles.layout import parse_layout, plan_of_groups, plan_of_layout
 from prism_sdk.runtime.roles.recorded import write_times_by_roles
 from prism_sdk.testing.launches import Launched, Launches
+from prism_sdk.testing.workplace import Workplace
 from prismtrace import ABSENT, GraphKind, Op, TraceReader, UnitKind
 from tests.runtime.test_roles import megatron_groups
 
@@ -64,10 +65,10 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+def jobs(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("routed")
     (folder / "routed.py").write_text(ROUTED)
-    return Launches(folder)
+    return Launches(folder, workplace=workplace)
 
 
 @pytest.fixture(scope="module")

@@ -38,16 +38,18 @@ def held(text: str) -> dict[str, list[int]]:
     return {one["case"]: one["bytes"] for one in said if one["rank"] == 0}
 
 
-def test_tensors_that_were_not_waited_for_by_their_handle_stay_as_over_nccl(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SHELF_LATER", "0.12")
-    recorded = bench.run("record", JOB, "--nproc-per-node", "2", "--slots", "2")
+def test_tensors_that_were_not_waited_for_by_their_handle_stay_as_over_nccl(bench: Bench) -> None:
+    job = bench.script(f"""
+    import os, runpy
+    os.environ["SHELF_LATER"] = "0.12"
+    runpy.run_path({str(JOB)!r}, run_name="__main__")
+    """)
+    recorded = bench.run_shared("record", job, "--nproc-per-node", "2", "--slots", "2")
     assert recorded.code == 0, recorded.err
     assert held(recorded.out) == AS_NCCL
 
     graph = made_up_times(bench.output, bench.folder / "graph.prism")
-    emulated = bench.run("emulate", JOB, "--graph", str(graph), "-o", str(bench.folder / "emulated.prism"))
+    emulated = bench.run_shared("emulate", job, "--graph", str(graph), "-o", str(bench.folder / "emulated.prism"))
     assert emulated.code == 0, emulated.err
     assert held(emulated.out) == AS_NCCL
 

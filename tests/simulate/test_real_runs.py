@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from prism_sdk.cli.main import run
 from prism_sdk.simulate import load, simulate
+from prism_sdk.testing import Launches
 from prismtrace import TraceReader
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("real"))
 
 
 @pytest.mark.parametrize(
@@ -20,12 +25,11 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
         ("train_pipeline_1f1b.py", 4, ["--steps", "3"]),
     ],
 )
-def test_a_real_run_gives_its_own_step_time_again(tmp_path: Path, script: str, ranks: int, options: list[str]) -> None:
+def test_a_real_run_gives_its_own_step_time_again(
+    launches: Launches, script: str, ranks: int, options: list[str]
+) -> None:
     """However busy the machine is: what it did is in the trace."""
-    path = tmp_path / "real.prism"
-    words = ["observe", "--nproc-per-node", str(ranks), "-o", str(path), "--", str(EXAMPLES / script), *options]
-    assert run(words) == 0
-    assert largest_error(path) <= 0.001
+    assert largest_error(launches.observe(EXAMPLES / script, options, num_ranks=ranks).trace) <= 0.001
 
 
 def largest_error(path: Path) -> float:

@@ -1,4 +1,4 @@
-"""Some seconds of fuzzing guided by coverage, of the reader and importers; benchmarks/fuzz_atheris.py runs longer."""
+"""A second of fuzzing guided by coverage, of the reader and importers; benchmarks/fuzz_atheris.py runs longer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 3
+SECONDS = 1
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("atheris") is None, reason="atheris has no wheel for this platform and Python"

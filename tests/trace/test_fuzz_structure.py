@@ -35,15 +35,14 @@ def load(name: str) -> tuple[list[Record], bytes]:
 @pytest.mark.parametrize("name", NAMES)
 def test_taking_apart_and_putting_together_changes_nothing(name: str) -> None:
     records, magic = load(name)
-    raw = put_together(records, magic, finished=True)
-    assert prismtrace.to_json(io.BytesIO(raw)) == prismtrace.to_json(VECTORS / f"{name}.prism")
+    assert put_together(records, magic, finished=True) == (VECTORS / f"{name}.prism").read_bytes()
     cut = io.BytesIO(put_together(records, magic, finished=False))
     with TraceReader(cut, allow_unfinished=True) as reader:
         assert reader.unfinished
 
 
 @pytest.mark.parametrize("name", SMALL)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60 if settings.default.derandomize else 240, deadline=None)  # more for `make fuzz`
 @given(rng=st.randoms(use_true_random=False), finished=st.booleans())
 def test_hostile_structure(name: str, rng: random.Random, finished: bool) -> None:
     records, magic = load(name)

@@ -150,11 +150,10 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.parametrize("what", ["wrapper", "replacement"])
-def test_a_hook_that_the_program_replaces_is_reported(tmp_path: Path, what: str) -> None:
-    script = tmp_path / "replacing.py"
+def test_a_hook_that_the_program_replaces_is_reported(job: Job, what: str) -> None:
+    script = job.launches.folder / "replacing.py"
     script.write_text(REPLACING)
-    launches = Launches(tmp_path, plugin="prismtrace_fsdp")
-    done = launches.record(script, [str(JOB), what], num_ranks=2)
+    done = job.launches.record(script, [str(JOB), what], num_ranks=2)
     is_lost = what == "replacement"
     with prismtrace.TraceReader(done.trace) as reader:
         assert [reader.metadata[f"rank.{rank}.fidelity"] for rank in range(2)] == ["reduced" if is_lost else "full"] * 2

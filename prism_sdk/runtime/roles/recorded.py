@@ -18,7 +18,6 @@ from prism_sdk.errors import UnreadableError
 from prism_sdk.graph.folding import fold_alike
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.runtime.roles.mapping import DIFFERING
-from prism_sdk.simulate.loading import load
 from prismtrace import GraphKind, TableKind, TraceReader, TraceWriter, UnitTable, add_alike
 
 Int64Array = NDArray[np.int64]
@@ -76,6 +75,8 @@ def small_job(source: Path, output: Path) -> SmallJob | None:
         roles = RecordedRoles.of(reader)
         if roles is None:
             return None
+        from prism_sdk.simulate.loading import load  # brings numba, which ranks do without
+
         job = load(reader, with_sizes=False, transfers_needed=False)
         folded = fold_alike(reader, job, alone=roles.running, stands_for=roles.stands_for.tolist())
         if folded is None:

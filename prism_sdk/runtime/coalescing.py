@@ -1,13 +1,14 @@
 """Follows what a program coalesces explicitly, as pipelines do with `batch_isend_irecv`.
 
-Responsible for the one handle that such a block of operations has; the operations are the business of the mode.
+Responsible for the one handle that such a block of operations has; the operations are the business of the mode.  NCCL's
+backend gives none for each of them: what is not waited for where it was asked for is waited for at the block's handle.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,20 @@ if TYPE_CHECKING:
     from prism_sdk.runtime.observe import TimedWork
 
 
+class Part(NamedTuple):
+    """An operation in a block."""
+
+    unit: int
+    work: TimedWork | None = None
+    beside: Any = None
+
+
 class Blocks:
     """What is coalesced explicitly is waited for by one handle, which the backend makes at the end of the block."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
-        self._open: dict[str, list[TimedWork]] = {}  # group name -> what is coalesced in it now
+        self._open: dict[str, list[Part]] = {}  # group name -> what is coalesced in it now
 
     def __bool__(self) -> bool:
         return bool(self._open)
@@ -34,10 +43,15 @@ class Blocks:
         """Whether what the group is asked for now is coalesced."""
         return group_name in self._open
 
-    def add(self, group_name: str, work: TimedWork) -> None:
-        """An operation that belongs to the group's open block, if there is one."""
-        if group_name in self._open:
-            self._open[group_name].append(work)
+    def add(self, group_name: str, unit: int, *, work: TimedWork | None = None, beside: Any = None) -> bool:
+        """Whether an operation belongs to an open block of the group; it is waited for with that then.
+
+        `beside`: the mark of the stream beside the main one that it was asked for on.
+        """
+        parts = self._open.get(group_name)
+        if parts is not None:
+            parts.append(Part(unit, work, beside))
+        return parts is not None
 
     def install(self, *, is_real: Callable[[tuple[int, ...]], bool] | None = None) -> None:
         """Follow the blocks of all groups; or of those whose ranks are `is_real`, and make lists of the others'."""
@@ -55,15 +69,19 @@ class Blocks:
                 start_list(group, device)
 
         def end_coalescing(group: Any, device: torch.device) -> Any:
-            works = self._open.pop(group.group_name, None)
-            if works is None and is_real is not None:
+            parts = self._open.pop(group.group_name, None)
+            if parts is None and is_real is not None:
                 return end_list(group, device)
             inner, ended = end(group, device), self._tracer.now()
             if inner is not None:
-                return TimedBlock(inner, self._tracer, works or [])
-            for work in works or []:  # they ran on the program's own stream
-                work.give_up()
-                self._tracer.wait(work.unit, ended, ended, blocked=True)
+                return TimedBlock(inner, self._tracer, parts or [])
+            for part in parts or []:  # they ran on the program's own stream
+                if part.work is not None:
+                    part.work.give_up()
+                if part.beside is None:
+                    self._tracer.wait(part.unit, ended, ended, blocked=True)
+                else:
+                    self._tracer.ends_beside(part.unit, part.beside)  # type: ignore[attr-defined]  # of DeviceTracer
             return None
 
         group_class._start_coalescing, group_class._end_coalescing = start_coalescing, end_coalescing
@@ -76,17 +94,17 @@ def _can(group: Any, device: torch.device) -> bool:
 class TimedBlock(PrismWork):
     """The backend's handle of a coalesced block; waiting for it is waiting for each of its operations."""
 
-    def __init__(self, inner: Work, tracer: Tracer, works: list[TimedWork]) -> None:
-        units = [work.unit for work in works]
-        for work in works:
-            work.give_up()  # nobody waits for it alone
+    def __init__(self, inner: Work, tracer: Tracer, parts: list[Part]) -> None:
+        for part in parts:
+            if part.work is not None:
+                part.work.give_up()  # nobody waits for it alone
 
         def complete(timeout: timedelta | None) -> None:
             start = tracer.now()
             inner.wait()
             end = tracer.now()
-            for unit in units:  # a recording waits for one after the other, with rows of computing between
-                tracer.wait(unit, start, end, blocked=False)
+            for part in parts:  # a recording waits for one after the other, with rows of computing between
+                tracer.wait(part.unit, start, end, blocked=False)
                 start = end = tracer.now()
 
         def again() -> None:

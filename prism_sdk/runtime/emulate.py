@@ -207,11 +207,12 @@ class EmulateSeam(Seam):
             real_group = self._sandbox.issuperset(call.group.ranks)
             work = call.native() if real_group else self._message_between_sandbox_ranks(call)
             if work is None:
-                self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
+                if not self._blocks.add(call.group.name, unit):
+                    self.tracer.wait(unit, posted, self.tracer.now(), blocked=True)
                 return None
             timed = TimedWork.of(work, self.tracer, unit, call, posted)
             timed.source = -1 if call.peer is None else call.peer
-            self._blocks.add(call.group.name, timed)
+            self._blocks.add(call.group.name, unit, work=timed)
             return timed
 
         is_filled = device_of(call) is not None and fill_alone(call)

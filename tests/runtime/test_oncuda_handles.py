@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +16,9 @@ from prism_sdk.runtime import coalescing, observe  # noqa: E402
 from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
 from prism_sdk.runtime.oncuda.order import HostOrder, order_of  # noqa: E402
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch, results_of  # noqa: E402
+from prism_sdk.runtime.tracer import Tracer, open_shard  # noqa: E402
 from prism_sdk.runtime.work import outstanding_works  # noqa: E402
-from prismtrace import Op  # noqa: E402
+from prismtrace import DType, GraphKind, Op, ProcessGroup, TraceReader, UnitKind  # noqa: E402
 
 GROUP = GroupState(name="0", ranks=(0, 1), group_rank=0, backend="nccl", description="", group_id=77)
 
@@ -88,7 +90,7 @@ def test_a_coalesced_block_is_waited_for_as_one_and_its_parts_are_forgotten(monk
     call = Call(Op.SEND, GROUP, lambda: None)
     parts = [observe.TimedWork.of(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
     inner = Backend([])
-    block = coalescing.TimedBlock(inner, tracer, parts)
+    block = coalescing.TimedBlock(inner, tracer, [coalescing.Part(part.unit, part) for part in parts])
     block.wait()
     block.wait()
     assert waits == [3, 4]
@@ -131,13 +133,72 @@ def test_blocks_of_groups_with_a_backend_of_their_own_are_that_backends(
     call = Call(Op.SEND, GROUP, lambda: None, peer=1)
     parts = [observe.TimedWork.of(Backend([]), tracer, unit, call, 0) for unit in (3, 4)]
     for part in parts:
-        blocks.add("0", part)
+        assert blocks.add("0", part.unit, work=part) == is_real
     work = group._end_coalescing(torch.device("cpu"))
     assert not blocks.has_open("0")
     work.wait()
     assert waits == [3, 4]  # one after the other in both, as they are recorded
     assert said == (["start", "end"] if is_real else [])
     assert inner.num_waits == is_real
+
+
+class Blocky:
+    """A process group whose backend gives one handle for a block, or none where it is not asynchronous."""
+
+    group_name = "0"
+    handle: Any = None
+
+    def _start_coalescing(self, device: Any) -> None:
+        pass
+
+    def _end_coalescing(self, device: Any) -> Any:
+        return self.handle
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_messages_without_handles_are_waited_for_with_their_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_async: bool
+) -> None:
+    """NCCL's backend gives none within a block: what came in between the messages and the wait is no part of them."""
+    monkeypatch.setattr(coalescing.dist, "ProcessGroup", Blocky)
+    tracer = Tracer(0, open_shard(tmp_path, 0, GraphKind.OBSERVED, 2, {}))
+    tracer.add_group(ProcessGroup(group_id=77, name="0", description="", backend="nccl", ranks=(0, 1)))
+    seam = observe.ObserveSeam(tracer)
+    seam._blocks.install()
+    group: Any = Blocky()
+    group.handle = Backend([]) if is_async else None
+    group._start_coalescing(torch.device("cpu"))
+    for op in (Op.SEND, Op.RECV):
+        assert seam.issue(Call(op, GROUP, lambda: None, peer=1, is_async=True, dtype=DType.FLOAT32)) is None
+    time.sleep(0.01)
+    work = group._end_coalescing(torch.device("cpu"))
+    if work is not None:
+        time.sleep(0.01)
+        work.wait()
+    tracer.finish("complete")
+    with TraceReader(tmp_path / "rank-00000.prism") as reader:
+        units = reader.units(0)
+    kinds = [UnitKind(kind) for kind in units.kind]
+    waits = [index for index, kind in enumerate(kinds) if kind is UnitKind.WAIT]
+    posts = [kinds.index(UnitKind.SEND), kinds.index(UnitKind.RECV)]
+    assert [int(units.awaits[index]) for index in waits] == posts
+    assert min(waits) > max(posts)
+    between = units.start_ns[waits[0]] - units.start_ns[posts[1]]
+    assert between > (20_000_000 if is_async else 10_000_000)
+
+
+def test_a_block_on_a_stream_beside_ends_there() -> None:
+    said: list[tuple[int, str]] = []
+    tracer: Any = SimpleNamespace(now=time.monotonic_ns, ends_beside=lambda unit, mark: said.append((unit, mark)))
+    blocks = coalescing.Blocks(tracer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coalescing.dist, "ProcessGroup", Blocky)
+        blocks.install()
+        group: Any = Blocky()
+        group._start_coalescing(torch.device("cpu"))
+        assert blocks.add("0", 5, beside="mark") and not blocks.add("1", 6)
+        assert group._end_coalescing(torch.device("cpu")) is None
+    assert said == [(5, "mark")]
 
 
 def test_what_nccl_gathers_through_is_what_its_handle_gives() -> None:

@@ -16,31 +16,30 @@ a machine has no network, so each call takes the folder .whl along and begins wi
     export PYTHONPATH=/tmp/site PYTHONUNBUFFERED=1
 
 In .whl (13 MB), for Python 3.12: zstandard, which Prism needs; for call 3 megatron-core 0.17.1, deepspeed 0.19.8 (built
-with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. Then, 1,580 s and the start:
+with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. Then, 1,710 s and the start:
 
 1. 400 s: python3 benchmarks/gpu_all.py --seconds 390 probes reduced nccl calibrate
    (60 + 60 + 180, calibrate takes the rest). Look at the probes first: with `pair` or `words` BAD backend `nccl` cannot
    work. `ahead` compares moves into fresh host memory (11 to 21 GB/s before), into memory that the rank used before
    (51 GB/s), that another process did, and that two threads take beforehand. `versions` says the kernel: from Linux 6.1
    on shared memory comes in huge pages, and what another process used should be as fast as what the rank used itself.
-2. 430 s: TABLE_SECONDS=290 TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 table
-   (130 s a job: dense, ddp, tp. Where `nccl` does not work, TABLE_BACKENDS=local before it: 90 s a job.)
-3. 430 s: TABLE_SECONDS=330 TABLE_BACKENDS=local TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 frameworks
-   (100 s each: Megatron-Core with TP 2, with PP 2, ZeRO-3.)
+2. 560 s: TABLE_STEPS=20 TABLE_REPEATS=3 TABLE_SECONDS=440 python3 benchmarks/gpu_table.py 1f1b interleaved tp dense
+   (35 s of recording for each three, 16 s of calibration and nine runs of 9 s a job)
+3. 430 s: TABLE_STEPS=20 TABLE_BACKENDS=local TABLE_REPEATS=3 python3 benchmarks/gpu_all.py --seconds 420 frameworks
+   (75 s each: Megatron-Core with TP 2, with PP 2, ZeRO-3.)
 4. 320 s: CUDA_VISIBLE_DEVICES=0 python3 benchmarks/gpu_all.py --seconds 310 switch limit moves full
    (20 + 60 + 110 + 30), and in the time that is left the same moves without host memory taken ahead:
    CUDA_VISIBLE_DEVICES=0 GPU_CHECK_RECORD='--parked-ahead 0' python3 benchmarks/gpu_checks.py moves
    Compare the lines "device memory of parked ranks" of both: "out ... GB/s" (7.3 with 213 GiB parked beside 125 GiB of
    host memory, before ranks shared it); "host memory taken", once and less than the host has; "out into what was taken"
    against pinned copies (54.5 GB/s).
-If less time is left, 1 and 2 come first; `observe`, `hold`, `graphs` ran before and changed little since.
+What was never run on two GPUs, or not since it was mended, is in 2 and 3: these first. `observe`, `hold`, `graphs` ran before.
 
 On one GPU, `probes switch limit hold moves graphs` took 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp 110,
 gpu_alone.py bytes 310, eight 110, limit 60. What is left there, each a call:
 
-1. 400 s: python3 benchmarks/gpu_alone.py bytes=1f1b,interleaved,zero3 shelf (100 s each; tensors of messages)
-2. 590 s: ALONE_REPEATS=3 python3 benchmarks/gpu_alone.py fsdp2 ddp (60 s and three turns of 50 s each)
-3. 300 s: python3 benchmarks/gpu_all.py observe calibrate
+1. 590 s: ALONE_REPEATS=3 python3 benchmarks/gpu_alone.py fsdp2 ddp (60 s and three turns of 50 s each)
+2. 300 s: python3 benchmarks/gpu_all.py observe calibrate
 
 Where eight GPUs are lent: python3 benchmarks/eight_gpus.py --jobs moe,dense,hsdp,1f1b, then a second call with
 --jobs tp,interleaved,ddp, 580 s each. Files that come back: eight_gpus.json, eight_gpus.md, traces.tar.

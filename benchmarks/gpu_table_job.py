@@ -34,10 +34,10 @@ SMALL = "--small" in sys.argv
 LENGTH, WIDTH, HEADS = (16, 64, 4) if SMALL else (4096, 4096, 32)
 EXPERTS, TOP, HIDDEN, MOE_WIDTH = (8, 2, 32, 64) if SMALL else (128, 8, 768, 2048)  # Qwen3-30B-A3B
 MICRO_BATCHES = 4
-NUM_BLOCKS = {"dense": 4, "hsdp": 8, "moe": 2, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 14}
+NUM_BLOCKS = {"dense": 4, "hsdp": 8, "moe": 2, "ddp": 6, "1f1b": 8, "interleaved": 8, "tp": 7}
 if "TABLE_BLOCKS" in os.environ:
     NUM_BLOCKS = dict.fromkeys(NUM_BLOCKS, int(os.environ["TABLE_BLOCKS"]))
-BATCH = {"dense": 4, "hsdp": 2, "moe": 16, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 2}
+BATCH = {"dense": 4, "hsdp": 2, "moe": 16, "ddp": 3, "1f1b": MICRO_BATCHES, "interleaved": MICRO_BATCHES, "tp": 4}
 if "TABLE_BATCH" in os.environ:
     BATCH = dict.fromkeys(BATCH, int(os.environ["TABLE_BATCH"]))
 WIDEST = int(os.environ.get("TABLE_WIDEST", "4"))  # pipelines and tensor parallelism

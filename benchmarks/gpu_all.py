@@ -33,7 +33,7 @@ with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. 
    Compare the lines "device memory of parked ranks" of both: "out ... GB/s" (7.3 with 213 GiB parked beside 125 GiB of
    host memory, before ranks shared it); "host memory taken", once and less than the host has; "out into what was taken"
    against pinned copies (54.5 GB/s).
-What was never run on two GPUs, or not since it was mended, is in 2 and 3: these first. `observe`, `hold`, `graphs` ran before.
+What was never run on two GPUs, or not since it was mended, is in 2 and 3: these first.
 
 On one GPU, `probes switch limit hold moves graphs` took 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp 110,
 gpu_alone.py bytes 310, eight 110, limit 60. What is left there, each a call:

@@ -12,11 +12,12 @@ member m at ``A(j) + transfer(j, m)``. A send of a sandbox rank has no terms: A(
 group's communication stream is a term too, so an engine needs the posts and nothing else.
 
 Beyond the recorded steps the plan goes on periodically: an operation of step L + k (L the last recorded step) is the
-operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights are
-kept. A START term moves with its own growth over the step. A source without a counterpart is dropped: of a step in which
-its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the same ordinal
-means something else. An operation left without terms follows itself one step before by ``period_ns``. Where step L - 1 was
-unlike step L (it logged something), terms are those of the latest step before that was like both L and its own predecessor.
+operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights
+are kept. A START term moves with its own growth over the step. A source without a counterpart is dropped: of a step
+in which its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the
+same ordinal means something else. An operation left without terms follows itself one step before by ``period_ns``.
+Where step L - 1 was unlike step L (it logged something), terms are those of the latest step before that was like both
+L and its own predecessor.
 """
 
 from __future__ import annotations

@@ -12,10 +12,12 @@ member m at ``A(j) + transfer(j, m)``. A send of a sandbox rank has no terms: A(
 group's communication stream is a term too, so an engine needs the posts and nothing else.
 
 Beyond the recorded steps the plan goes on periodically: an operation of step L + k (L the last recorded step) is the
-operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights are
-kept. A START term moves with its own growth from step L - 1 to L. A source without a counterpart is dropped: of a step
+operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights
+are kept. A START term moves with its own growth over the step. A source without a counterpart is dropped: of a step
 in which its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the
 same ordinal means something else. An operation left without terms follows itself one step before by ``period_ns``.
+Where step L - 1 was unlike step L (it logged something), terms are those of the latest step before that was like both
+L and its own predecessor.
 """
 
 from __future__ import annotations
@@ -142,27 +144,41 @@ class BoundaryPlan:
 
     def terms(self, index: int, *, shift: int = 0) -> tuple[Term, ...]:
         """The terms of an operation, as recorded or (``shift`` > 0, last recorded step only) some steps later."""
-        span = slice(int(self.term_offsets[index]), int(self.term_offsets[index + 1]))
-        recorded = list(zip(self.term_source[span].tolist(), self.term_weight_ns[span].tolist(), strict=True))
         if not shift:
-            return tuple(Term(source, 0, weight) for source, weight in recorded)
-        last = self.last_step
+            return tuple(Term(source, 0, weight) for source, weight in self._recorded(index))
+        last, steady = self.last_step, self._steady_step
         if self.step[index] != last:
             raise GraphError(f"only operations of the last recorded step {last} can stand for later ones")
-        terms = []
+        like = self._counterpart(index, step=steady)
+        assert like is not None
+        recorded, terms = self._recorded(like), []
         for source, weight in recorded:
             if source == START:
-                growth = self._start_growth(index, weight)
+                growth = self._start_growth(like, weight)
                 if growth is not None:
-                    terms.append(Term(START, 0, weight + shift * growth))
+                    terms.append(Term(START, 0, weight + (last + shift - steady) * growth))
                 continue
-            to_step = int(self.step[source]) + shift
+            to_step = int(self.step[source]) + last + shift - steady
             moved = self._counterpart(source, step=min(to_step, last))
             if moved is not None:
                 terms.append(Term(moved, max(0, to_step - last), weight))
         if not terms and recorded:
             terms.append(Term(index, shift - 1, self.period_ns))
         return tuple(terms)
+
+    def _recorded(self, index: int) -> list[tuple[int, int]]:
+        span = slice(int(self.term_offsets[index]), int(self.term_offsets[index + 1]))
+        return list(zip(self.term_source[span].tolist(), self.term_weight_ns[span].tolist(), strict=True))
+
+    @cached_property
+    def _steady_step(self) -> int:
+        """The latest step that is like the last one and follows one like it; the last one itself where none does."""
+        numbers: dict[int, dict[Stream, int]] = {}
+        for (stream, step), there in self._ordinals[1].items():
+            numbers.setdefault(step, {})[stream] = len(there)
+        last = self.last_step
+        alike = {step for step, found in numbers.items() if found == numbers.get(last)}
+        return max((step for step in alike if step <= last and step - 1 in alike), default=last)
 
     def _start_growth(self, index: int, weight_ns: int) -> int | None:
         before = self._counterpart(index, step=int(self.step[index]) - 1)

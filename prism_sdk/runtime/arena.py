@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from prism_sdk.errors import RunError
+from prism_sdk.runtime.gauges import host_memory
 
 RANK_SPAN_BYTES = 1 << 40  # address space of one rank in the sparse file; pages exist only where written
 _ALIGN = 4096
@@ -24,8 +25,10 @@ _IO_LIMIT = 1 << 30  # one pread/pwrite moves at most 2 GiB - 4 KiB on Linux
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 _PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
-# free regions beyond this are given back to the system: of a rank, and, where that is more, of all ranks together
+# free regions beyond this are given back to the system: of a rank, and, where that is more, of all ranks together those
+# of sizes that come again (most of a job with other sizes in each step would never be used again)
 _KEEP_FREE_BYTES, _KEEP_FREE_BYTES_OF_ALL = 16 << 20, 4 << 30
+_KEEP_SHARE_OF_ALL = 1 / 8  # of the host's memory, at most
 
 
 def create_arena(world_size: int) -> int:
@@ -53,17 +56,21 @@ class Arena:
     def __init__(self, fd: int, rank: int, *, num_ranks: int) -> None:
         """`num_ranks`: how many share the host's memory."""
         self.fd = fd
-        self._keep_bytes = max(_KEEP_FREE_BYTES, _KEEP_FREE_BYTES_OF_ALL // num_ranks)
+        memory = host_memory()
+        share = int(memory.total_bytes * _KEEP_SHARE_OF_ALL) if memory is not None else 0
+        self._keep_bytes = max(_KEEP_FREE_BYTES, min(_KEEP_FREE_BYTES_OF_ALL, share) // num_ranks)
         self._next = RANK_SPAN_BYTES * rank
         self._limit = RANK_SPAN_BYTES * (rank + 1)
         self._free: dict[int, list[tuple[int, bool]]] = defaultdict(list)  # size -> (offset, pages resident)
         self._free_bytes = 0
+        self._repeated: set[int] = set()  # sizes of which a free region was used again
 
     def allocate(self, num_bytes: int) -> int:
         """Reserve a region; returns its offset in the file. Equal sizes are reused, as training steps repeat them."""
         size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
         if self._free[size]:
             offset, resident = self._free[size].pop()
+            self._repeated.add(size)
             self._free_bytes -= size if resident else 0
             return offset
         offset = self._next
@@ -75,7 +82,8 @@ class Arena:
     def release(self, offset: int, num_bytes: int) -> None:
         """Give a region back; its pages return to the system when much is free already."""
         size = -(-max(num_bytes, 1) // _ALIGN) * _ALIGN
-        resident = self._free_bytes + size <= self._keep_bytes
+        limit = self._keep_bytes if size in self._repeated else _KEEP_FREE_BYTES
+        resident = self._free_bytes + size <= limit
         if resident:
             self._free_bytes += size
         else:

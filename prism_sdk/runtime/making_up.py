@@ -68,8 +68,8 @@ def compensate(call: Call, output: torch.Tensor, result: memoryview, *, then: me
         total = torch.maximum(total, live)
     elif call.reduce_op is ReduceOp.MIN:
         total = torch.minimum(total, live)
-    with torch.no_grad():
-        output.detach().copy_(total.view(output.shape))
+    with torch.inference_mode():
+        output.data.copy_(total.view(output.shape))
 
 
 def _tensor(view: memoryview, like: torch.Tensor) -> torch.Tensor:

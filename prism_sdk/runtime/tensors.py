@@ -3,7 +3,8 @@
 Responsible for memory layout and arithmetic; where the bytes come from is the caller's.
 
 Results are computed by adding up in ascending rank order, in the tensors' own dtype, so they do not depend on who
-computes them or when.
+computes them or when. They are written as a backend writes, past autograd: through `Tensor.data`, as `detach` would
+count as a change of the program's tensor, and in inference mode, whose tensors torch lets nobody else change.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def fill(tensor: torch.Tensor, read: Callable[[int, memoryview], None], *, in_pi
     """Overwrite `tensor` with what `read(offset, memory)` puts into memory of its size, or piece by piece."""
     if tensor.numel() == 0:
         return
-    target = tensor.detach()
+    target = tensor.data
     if is_plain(target):
         read(0, memory_of(target))
     elif in_pieces and can_stage(target):
@@ -86,7 +87,8 @@ def fill(tensor: torch.Tensor, read: Callable[[int, memoryview], None], *, in_pi
     else:
         buffer = torch.empty(target.shape, dtype=target.dtype, device="cpu")  # programs change the default device
         read(0, memory_of(buffer))
-        target.copy_(buffer)
+        with torch.inference_mode():
+            target.copy_(buffer)
 
 
 def combine(call: Call, num_members: int, read_into: ReadInto) -> list[torch.Tensor]:
@@ -129,6 +131,7 @@ def combine_weighted(
     return _in_pieces(call, reduce)
 
 
+@torch.inference_mode()
 def _in_pieces(call: Call, reduce: Callable[[torch.Tensor, torch.Tensor, int], None]) -> list[torch.Tensor]:
     """`reduce(piece, room of its size, offset in a contribution)` for pieces that stay in the processor's cache.
 
@@ -138,7 +141,7 @@ def _in_pieces(call: Call, reduce: Callable[[torch.Tensor, torch.Tensor, int], N
     totals, offset = [], 0
     outputs = call.outputs if call.op is Op.ALL_REDUCE and len(call.outputs) == len(call.contribution) else []
     for index, like in enumerate(call.contribution):
-        output = outputs[index].data if outputs else like  # `detach` would count as a change of the program's tensor
+        output = outputs[index].data if outputs else like
         is_own = bool(outputs) and is_plain(output) and output.dtype == like.dtype and output.numel() == like.numel()
         total = output.view(-1) if is_own else torch.empty(like.numel(), dtype=like.dtype, device="cpu")
         each = max(_PIECE_BYTES // like.itemsize, 1)
@@ -207,8 +210,9 @@ def deliver_repeated(call: Call, of_member: NDArray[np.int32], read_into: ReadIn
         parts = torch.empty((len(first), like.numel()), dtype=like.dtype, device="cpu")
         for part, member in zip(parts, first.tolist(), strict=True):
             read_into(member, offset, memory_of(part))
-        rows = output.detach().view(len(call.group.ranks), like.numel())
-        rows.copy_(parts.expand(len(rows), -1) if len(first) == 1 else parts[part_of])
+        rows = output.data.view(len(call.group.ranks), like.numel())
+        with torch.inference_mode():
+            rows.copy_(parts.expand(len(rows), -1) if len(first) == 1 else parts[part_of])
         offset += like.nbytes
     return True
 

@@ -177,6 +177,27 @@ def test_steps_that_were_unlike_the_last_one_say_nothing_of_later_ones(sandbox: 
     _goes_on_as(_buckets(4).graph(), _buckets(9).graph(), sandbox=sandbox)
 
 
+def _logging(num_steps: int, *, slow: int) -> Program:
+    """Data parallel: rank `slow` is last at the first reduction, the other one at the second; step 4 logs something."""
+    p = Program(2, {1: (0, 1)})
+    for step in range(num_steps):
+        p.step = step
+        for least, most in ((20, 50), (5, 40)):
+            for rank in (0, 1):
+                p.compute(rank, most if rank == slow else least)
+            slow = 1 - slow
+            for _ in range(2 if (step, most) == (4, 40) else 1):
+                for rank, unit in p.collective(1, lambda _: 7).items():
+                    p.wait(rank, unit)
+    return p
+
+
+@pytest.mark.parametrize("sandbox", [0, 1])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_step_unlike_the_last_one_just_before_it_says_nothing_of_later_ones(sandbox: int, slow: int) -> None:
+    _goes_on_as(_logging(6, slow=slow).graph(), _logging(11, slow=slow).graph(), sandbox=[sandbox])
+
+
 def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int]) -> None:
     """The plan of a few steps must give the times of many, with the sandbox as it is and slower."""
     short, plan = contract(few, sandbox_ranks=sandbox), contract(many, sandbox_ranks=sandbox)

@@ -21,12 +21,13 @@ torch = pytest.importorskip("torch")
 
 from prism_sdk.errors import UnsupportedError  # noqa: E402
 from prism_sdk.graph.plan import START, BoundaryPlan, Stream  # noqa: E402
-from prism_sdk.runtime.calls import Call, GroupState  # noqa: E402
+from prism_sdk.runtime.calls import COMBINED, Call, GroupState  # noqa: E402
 from prism_sdk.runtime.engine import BoundaryEngine  # noqa: E402
+from prism_sdk.runtime.making_up import compensate  # noqa: E402
 from prism_sdk.runtime.manifest import OWN, Expected, Script  # noqa: E402
 from prism_sdk.runtime.oncuda import holding  # noqa: E402
 from prism_sdk.runtime.oncuda.clock import Mark  # noqa: E402
-from prism_sdk.runtime.oncuda.filling import can_fill, fill_alone  # noqa: E402
+from prism_sdk.runtime.oncuda.filling import Recorded, can_fill, fill_alone, fill_from  # noqa: E402
 from prism_sdk.runtime.oncuda.holdtable import HoldTable, create_table  # noqa: E402
 from prism_sdk.runtime.oncuda.occupying import HoldKernel  # noqa: E402
 from prism_sdk.runtime.oncuda.releaser import MAX_LEAD_NS, Releaser  # noqa: E402
@@ -299,6 +300,24 @@ def test_an_emulated_kernel_competes_as_nccls_does(job: Job) -> None:
 def test_tensors_that_are_not_contiguous_are_left_to_the_host() -> None:
     call = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(2, 2).t()], None, SUM))
     assert not can_fill(call) and not fill_alone(call)
+
+
+@pytest.mark.parametrize("is_made_in_it", [True, False])
+def test_filling_is_no_change_that_autograd_sees(*, is_made_in_it: bool) -> None:
+    """As NCCL's: also of tensors that were made in inference mode, outside of it."""
+    with torch.inference_mode(mode=is_made_in_it):
+        total = tensor(1, 2)
+    before = None if is_made_in_it else total._version
+    world = GroupState(name="g", ranks=(0, 1), group_rank=0, backend="nccl", description="", group_id=1)
+    call = OPERATORS["allreduce_"](world, lambda: None, ([total], None, SUM))
+    values = torch.tensor([5.0, 7.0]).view(torch.uint8)
+    one = Expected(0, 0, call.op, call.reduce_op, call.dtype, 1, (0, 1), 0, None, 0, 2, 2, None, sources=(COMBINED,))
+    fill_from(call, one, {COMBINED: Recorded(0, values, values)})
+    assert total.tolist() == [5.0, 7.0]
+    was, now = (memoryview(floats(*row)) for row in ((1, 2), (2, 4)))
+    compensate(call, total, memoryview(floats(5, 7)), then=was, now=now)
+    assert total.tolist() == [6.0, 9.0]
+    assert before is None or before == total._version
 
 
 def test_alone_in_a_group() -> None:

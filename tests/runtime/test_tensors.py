@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +17,15 @@ torch = pytest.importorskip("torch")
 from prism_sdk.runtime import tensors  # noqa: E402
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState  # noqa: E402
 from prism_sdk.runtime.oncuda import staging  # noqa: E402
-from prism_sdk.runtime.tensors import Bytes, combine, copy_bytes, deliver, deliver_locally, fill  # noqa: E402
+from prism_sdk.runtime.tensors import (  # noqa: E402
+    Bytes,
+    combine,
+    copy_bytes,
+    deliver,
+    deliver_locally,
+    fill,
+    memory_of,
+)
 from prismtrace.model import Op, ReduceOp  # noqa: E402
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -166,6 +176,36 @@ def test_what_goes_through_a_piece_of_host_memory_arrives(dtype, shapes, room_by
         this = call(Op.ALL_GATHER, 1, sources, deliveries=deliveries)
         deliver(this, reader([sources]), lambda member: (), in_pieces=True)
     assert all(torch.equal(a, b) for a, b in zip(sources, targets, strict=True))
+
+
+@pytest.mark.parametrize("is_made_in_it", [True, False])
+@pytest.mark.parametrize("is_asked_in_it", [True, False])
+def test_tensors_of_inference_mode_get_results_in_and_out_of_it(*, is_made_in_it: bool, is_asked_in_it: bool) -> None:
+    """Backends write to them as to any other."""
+    with torch.inference_mode(mode=is_made_in_it):
+        output, strided, gathered, staged = torch.ones(5), torch.ones(3, 4).t()[1:], torch.zeros(2, 5), torch.zeros(5)
+    before = None if is_made_in_it else [t._version for t in (output, strided, gathered, staged)]
+    with torch.inference_mode(mode=is_asked_in_it):
+        this = call(Op.ALL_REDUCE, 2, [output], reduce_op=ReduceOp.SUM, outputs=[output])
+        combine(this, 2, reader([[torch.ones(5)], [torch.ones(5)]]))
+        deliver_locally(call(Op.REDUCE, 2, [], deliveries=[Delivery(strided, COMBINED, 0)]), [torch.full((9,), 2.0)])
+        this = call(Op.ALL_GATHER, 2, [output], outputs=[gathered])
+        assert tensors.deliver_repeated(this, np.zeros(2, dtype=np.int32), reader([[output]] * 2))
+        for _, piece in staging.unstaged(staged):
+            piece.view(torch.float32).fill_(2.0)
+    for tensor in (output, strided, gathered, staged):
+        assert torch.equal(tensor, torch.full_like(tensor, 2.0))
+    assert before is None or before == [t._version for t in (output, strided, gathered, staged)]
+
+
+def test_the_room_of_a_thread_serves_in_and_out_of_inference_mode() -> None:
+    with mock.patch.object(staging, "_local", threading.local()):
+        with torch.inference_mode():
+            assert [bytes(memory_of(piece)) for piece in staging.staged(torch.tensor([1, 2], dtype=torch.uint8))]
+        for mode in (False, True):
+            with torch.inference_mode(mode=mode):
+                pieces = [bytes(memory_of(piece)) for piece in staging.staged(torch.tensor([1, 2], dtype=torch.uint8))]
+            assert pieces == [b"\x01\x02"]
 
 
 def test_empty_tensors_contribute_nothing() -> None:

@@ -36,7 +36,7 @@ def can_fill(call: Call) -> bool:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a view."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.data.reshape(-1).view(torch.uint8)
 
 
 def needs_filling(call: Call, one: Expected) -> bool:
@@ -52,7 +52,7 @@ def needs_filling(call: Call, one: Expected) -> bool:
     )
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def fill_from(
     call: Call, one: Expected, recorded: Mapping[int, Recorded], compensate: Compensate | None = None
 ) -> None:
@@ -86,7 +86,7 @@ def fill_from(
     _deliver(call, pieces, send_bytes, is_recorded=True)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def fill_alone(call: Call) -> bool:
     """Fill the outputs of an operation in a group of one, on the current stream; False where the host has to."""
     if not can_fill(call):
@@ -124,7 +124,7 @@ def copy_pieces(target: torch.Tensor, pieces: Pieces, offset: int) -> None:
         return
     if not target.is_contiguous():
         (piece,) = (p for p in _cut(pieces, offset, target.nbytes))  # one message has one tensor
-        target.detach().copy_(piece.view(target.dtype).view(target.shape))
+        target.data.copy_(piece.view(target.dtype).view(target.shape))
         return
     flat, at = flat_bytes(target), 0
     for piece in _cut(pieces, offset, target.nbytes):
@@ -171,12 +171,12 @@ def _reduce(call: Call, total: Recorded, then: Recorded | None, compensate: Comp
         was = then.data[start : start + size]
         num_members = len(call.group.ranks)
         is_flat = output.is_contiguous()
-        flat = output.detach().view(-1) if is_flat else was.view(output.dtype)
+        flat = output.data.view(-1) if is_flat else was.view(output.dtype)
         if is_flat and compensate is not None and compensate(flat, part, live[0], was, call.reduce_op, num_members):
             continue
         _compensate_flat(flat, part, live[0], was, mask, call.reduce_op, num_members=num_members)
         if not is_flat:
-            output.detach().copy_(flat.view(output.shape))
+            output.data.copy_(flat.view(output.shape))
 
 
 @torch.no_grad()

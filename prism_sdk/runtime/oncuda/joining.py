@@ -158,7 +158,7 @@ class Joining:
         }  # fmt: skip
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def put_results(call: Call, told: Announcement, parts: Mapping[int, torch.Tensor]) -> None:
     """Put what a call brought over what was recorded, on the current stream; of a gather, what sandbox ranks gave."""
     if told.op in REDUCTIONS:

@@ -113,6 +113,7 @@ class SliceSeam(EmulateSeam):
 
     # -- values -----------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def _give(self, call: Call, one: Expected, moved: int) -> None:
         """Put results in place on the current stream."""
         if not is_large_number(call):
@@ -139,7 +140,7 @@ class SliceSeam(EmulateSeam):
             by_source = dict(zip(one.sources, self.pool.take(first, len(one.sources)), strict=True))
         for number, (tensor, source, offset) in enumerate(_pieces(call, one)):
             if is_known and (*key, number) in self._pinned:
-                tensor.detach().copy_(self._pinned[*key, number], non_blocking=True)
+                tensor.data.copy_(self._pinned[*key, number], non_blocking=True)
             elif source in by_source:
                 pinned = place(tensor, by_source[source][offset : offset + tensor.nbytes])
                 if is_kept:
@@ -167,7 +168,7 @@ def place(tensor: torch.Tensor, values: memoryview) -> torch.Tensor:
     view[: len(values)] = values
     if len(values) < len(view):  # sizes that differ from step to step: zeros behind
         view[len(values) :] = bytes(len(view) - len(values))
-    tensor.detach().copy_(pinned, non_blocking=True)
+    tensor.data.copy_(pinned, non_blocking=True)
     return pinned
 
 
@@ -196,7 +197,7 @@ def _pieces(call: Call, one: Expected) -> list[tuple[torch.Tensor, int, int]]:
 
 def _copy_own(call: Call, tensor: torch.Tensor, offset_bytes: int) -> None:
     """Copy bytes of this rank's contribution, from an offset in it on, as far as there are any."""
-    target = tensor.detach()
+    target = tensor.data
     for part in call.contribution:
         if offset_bytes >= part.nbytes:
             offset_bytes -= part.nbytes

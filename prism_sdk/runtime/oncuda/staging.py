@@ -20,7 +20,8 @@ def room() -> torch.Tensor:
     piece: torch.Tensor | None = getattr(_local, "piece", None)
     if piece is None:
         is_pinned = torch.cuda.is_available()
-        piece = _local.piece = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        with torch.inference_mode(mode=False):  # of use in and out of the program's own
+            piece = _local.piece = torch.empty(_BYTES, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
     return piece
 
 
@@ -38,7 +39,8 @@ def unstaged(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     for part in _bytes_of(flat).split(_BYTES):
         piece = room()[: part.numel()]
         yield offset, piece
-        part.copy_(piece)
+        with torch.inference_mode():  # as tensors.py does
+            part.copy_(piece)
         offset += part.numel()
 
 
@@ -51,4 +53,4 @@ def can_stage(tensor: torch.Tensor) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.data.view(-1).view(torch.uint8)  # `detach` would count as a change of the program's tensor
+    return tensor.data.view(-1).view(torch.uint8)

@@ -19,8 +19,7 @@ import numpy.typing as npt
 from prism_sdk.analysis.frames import ResultFrames, columns_of
 from prism_sdk.analysis.job import Job, load_job
 from prism_sdk.graph import Interval, bootstrap_interval
-from prism_sdk.graph.timing import job_steps_ns
-from prismtrace import Phase
+from prism_sdk.graph.timing import job_steps_ns, whole_steps
 
 __all__ = ["RunVariation", "Variation", "step_times_ns", "variation_of", "variation_of_jobs"]
 
@@ -73,20 +72,11 @@ def step_times_ns(
     windows = job.windows
     chosen = np.ones(len(windows), dtype=np.bool_) if ranks is None else np.isin(windows.rank, ranks)
     step, end = windows.step[chosen], windows.end_ns[chosen]
-    steps, times = job_steps_ns(step, end, _is_whole(job)[chosen])
+    place = job.place[windows.position[chosen]]
+    steps, times = job_steps_ns(step, end, whole_steps(job.graph, place, step))
     if not len(steps):
         return step.min(keepdims=True), end.max(keepdims=True) - windows.start_ns[chosen].min()
     return steps, times
-
-
-def _is_whole(job: Job) -> npt.NDArray[np.bool_]:
-    """(W,) whether the rank ran its optimizer in the step; of a rank that never did all steps are."""
-    graph, windows = job.graph, job.windows
-    rows = np.flatnonzero(graph.columns["phase"] == Phase.OPTIMIZER)
-    of_rows, of_windows = np.searchsorted(graph.offsets, rows, side="right") - 1, job.place[windows.position]
-    num_steps = 2**32
-    optimized = np.isin(of_windows * num_steps + windows.step, of_rows * num_steps + graph.columns["step"][rows])
-    return optimized | ~np.isin(of_windows, of_rows)
 
 
 def variation_of(sources: Sequence[str | os.PathLike[str]], *, steps: range | None = None) -> Variation:

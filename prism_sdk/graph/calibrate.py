@@ -31,8 +31,8 @@ import numpy.typing as npt
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.statistics import mean_known
-from prism_sdk.graph.timing import Schedule, Timing, job_steps_ns, schedule
-from prismtrace import ABSENT, Phase, UnitKind
+from prism_sdk.graph.timing import Schedule, Timing, job_steps_ns, schedule, whole_steps
+from prismtrace import ABSENT, UnitKind
 
 __all__ = ["Calibration", "Key", "Measurement", "Samples", "collect_samples", "communications_of", "measure",
            "merge_samples", "merge_slices", "relative_change", "step_time_ns", "structures_of",
@@ -346,17 +346,10 @@ def whole_steps_ns(timeline: Schedule) -> Int64Array:
 
     A step is whole where a rank ran its optimizer; what comes after the last optimizer step is the end of the job.
     """
-    graph = timeline.graph
-    is_optimizer = graph.columns["phase"] == Phase.OPTIMIZER
-    all_steps, all_ends, all_whole = [], [], []
-    for rank in graph.ranks:
-        steps, ends = timeline.step_ends_ns(rank)
-        rows = graph.rows(rank)
-        is_whole = np.isin(steps, np.unique(graph.columns["step"][rows][is_optimizer[rows]]))
-        all_steps.append(steps)
-        all_ends.append(ends)
-        all_whole.append(is_whole if is_optimizer[rows].any() else np.ones_like(is_whole))
-    return job_steps_ns(np.concatenate(all_steps), np.concatenate(all_ends), np.concatenate(all_whole))[1]
+    found = [timeline.step_ends_ns(rank) for rank in timeline.graph.ranks]
+    steps, ends = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    place = np.repeat(np.arange(len(found)), [len(of_rank) for of_rank, _ in found])
+    return job_steps_ns(steps, ends, whole_steps(timeline.graph, place, steps))[1]
 
 
 def step_time_ns(timeline: Schedule) -> float:

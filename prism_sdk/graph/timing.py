@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from prism_sdk.graph.errors import GraphError, MissingTimingError
 from prism_sdk.graph.job import JobGraph
-from prismtrace import ABSENT, UnitKind
+from prismtrace import ABSENT, Phase, UnitKind
 
 __all__ = ["Schedule", "Timing", "schedule"]
 
@@ -124,6 +124,22 @@ class Schedule:
         """When the last host ends its last row."""
         last = self.graph.offsets[1:][np.diff(self.graph.offsets) > 0] - 1
         return int(self.host_ns[last].max())
+
+
+def whole_steps(
+    graph: JobGraph, place: npt.NDArray[np.integer[Any]], step: npt.NDArray[np.integer[Any]]
+) -> npt.NDArray[np.bool_]:
+    """(N,) whether a rank ran its optimizer in a step; of a rank that never did all steps are whole.
+
+    Args:
+        graph: the job.
+        place, step: (N,) places of ranks in the graph, and steps of theirs.
+    """
+    rows = np.flatnonzero(graph.columns["phase"] == Phase.OPTIMIZER)
+    of_rows = np.searchsorted(graph.offsets, rows, side="right") - 1
+    num_steps = 2**32
+    optimized = np.isin(place * num_steps + step, of_rows * num_steps + graph.columns["step"][rows])
+    return optimized | ~np.isin(place, of_rows)
 
 
 def job_steps_ns(

@@ -36,9 +36,6 @@ class Blocks:
         self._tracer = tracer
         self._open: dict[str, list[Part]] = {}  # group name -> what is coalesced in it now
 
-    def __bool__(self) -> bool:
-        return bool(self._open)
-
     def has_open(self, group_name: str) -> bool:
         """Whether what the group is asked for now is coalesced."""
         return group_name in self._open

@@ -118,13 +118,8 @@ class BoundaryEngine:
         """When the virtual members have arrived at a collective with no other sandbox member; None: not known yet."""
         if not self._origin_ns or len(self.plan.members(handle[0])) > 1:
             return None
-        arrival = 0
-        for source, shift, weight in self._terms.get(handle) or self.plan.terms(handle[0], shift=handle[1]):
-            base = self._origin_ns if source == START else self._arrivals.get((source, shift))
-            if base is None:
-                return None
-            arrival = max(arrival, base + weight)
-        return arrival
+        terms = self._terms_of(handle)
+        return None if self._unknown(terms) else self._at_terms(terms)
 
     def row(self, index: int, shift: int) -> int:
         """The row of an operation on the board."""
@@ -219,23 +214,35 @@ class BoundaryEngine:
         stack = [handle]
         while stack:
             at = stack[-1]
-            terms = self._terms.get(at) or self.plan.terms(at[0], shift=at[1])
-            sources = [(term.source, term.shift) for term in terms if term.source != START]
-            open_ = [source for source in sources if source not in self._arrivals]
+            terms = self._terms_of(at)
+            open_ = self._unknown(terms)
             if open_:
                 stack += open_
                 continue
-            arrival = self._last_post(at, wait=wait)
-            if arrival is None:
+            posted = self._last_post(at, wait=wait)
+            if posted is None:
                 return None
-            for source, shift, weight in terms:
-                base = self._origin_ns if source == START else self._arrivals[source, shift]
-                arrival = max(arrival, base + weight)
-            self._arrivals[at] = arrival
+            self._arrivals[at] = max(posted, self._at_terms(terms))
             self._terms.pop(at, None)
             stack.pop()
         self._forget()
         return self._arrivals[handle]
+
+    def _terms_of(self, handle: tuple[int, int]) -> tuple[Term, ...]:
+        return self._terms.get(handle) or self.plan.terms(handle[0], shift=handle[1])
+
+    def _unknown(self, terms: tuple[Term, ...]) -> list[tuple[int, int]]:
+        """Sources whose arrival is not known yet."""
+        sources = [(term.source, term.shift) for term in terms if term.source != START]
+        return [source for source in sources if source not in self._arrivals]
+
+    def _at_terms(self, terms: tuple[Term, ...]) -> int:
+        """The latest of some terms, whose sources are known; 0 where there is none."""
+        arrival = 0
+        for source, shift, weight in terms:
+            base = self._origin_ns if source == START else self._arrivals[source, shift]
+            arrival = max(arrival, base + weight)
+        return arrival
 
     def _forget(self) -> None:
         if len(self._arrivals) > 2 * _KEPT:

@@ -198,23 +198,22 @@ class ObserveSeam(Seam):
             splits_out,
         )  # fmt: skip
         work = native()
-        in_block = bool(self._blocks) and self._blocks.has_open(group.name)
-        if work is None and not in_block:  # it has waited itself (monitored_barrier; NCCL unless asynchronous)
+        if work is None and not self._blocks.add(group.name, unit, beside=beside):
+            # it has waited itself (monitored_barrier; NCCL unless asynchronous: on the program's stream)
             if beside is not None:
                 assert device is not None
                 device.ends_beside(unit, beside)
             else:
                 tracer.wait(unit, posted, tracer.now(), blocked=True, is_of_main=device is not None)
         if device is not None:
+            in_block = self._blocks.has_open(group.name)
             device.expect(unit, group, op, num_calls, is_async=is_async, in_block=in_block)
         if work is None:
-            self._blocks.add(group.name, unit, beside=beside)
             return None
         any_source = (group, tag or 0) if other is None and op is _RECV else None
         timed = TimedWork(work, tracer, unit, posted, is_async=is_async, outputs=outputs, on_device=on_device,
                           any_source=any_source)  # fmt: skip
-        if in_block:
-            self._blocks.add(group.name, unit, work=timed)
+        self._blocks.add(group.name, unit, work=timed)
         return timed
 
 

@@ -79,7 +79,7 @@ class SliceSeam(EmulateSeam):
             lane = self._lanes[call.group.group_id]
             lane.wait_stream(current)
         scratch = nccl_scratch(call, device)
-        with torch.cuda.stream(lane), torch.no_grad():
+        with torch.cuda.stream(lane):
             self._occupier.occupy(transfer_ns)
             self._give(call, one, moved)
         done = torch.cuda.Event()

@@ -148,10 +148,11 @@ class Releaser:
 
     def _let_join(self, held: Held, now: int) -> None:
         """Release a call for which the rank has not arrived yet, where that is what the others would do."""
+        if self._lead(held.like).ns + MAX_LEAD_NS < self.engine.transfer(held.handle):
+            return
         if held.others_ns is None:
             held.others_ns = self.engine.arrival_of_others(held.handle)
-        takes_all = self._lead(held.like).ns + MAX_LEAD_NS >= self.engine.transfer(held.handle)
-        if takes_all and held.others_ns is not None and held.others_ns <= now:
+        if held.others_ns is not None and held.others_ns <= now:
             self._write(held)
 
     def _write(self, held: Held) -> None:

@@ -1,12 +1,16 @@
 """Shows what a single GPU can: a job of eight ranks from end to end, and real steps against emulated ones.
 
-    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [limit] [shelf]
+    python benchmarks/gpu_alone.py [eight] [ddp] [fsdp2] [chain] [bytes] [steps] [limit] [shelf]
 
 eight: FSDP2 of eight logical ranks (gpu_table_job.py) is recorded and calibrated on the GPU with modelled transfers,
 and rank 0 emulated. Checked: bytes after each step are the recording's, the step is the one that calibration predicted.
 
 bytes, or bytes=KIND,KIND: the jobs of gpu_table.py and of frameworks with few layers: bytes after each step of real
 runs of two ranks (on the one GPU, by sockets) and of an emulation of the first one.
+
+steps, or steps=KIND,KIND: the jobs of gpu_table.py, recorded beside each other and calibrated on the one GPU with
+modelled transfers: the step that calibration predicted against the one that the emulation takes, and how late it
+released transfers. Whether an emulation keeps up with its graph shows there, without a second GPU.
 
 limit: with --device-memory an emulated rank must be refused just where what an observed run had on the device beside
 torch's memory (NCCL's) leaves no more room.
@@ -21,8 +25,8 @@ nothing. The second rank has a 1024th of the first one's rows, so that it takes 
 would slow each other down as no two GPUs do. The job is recorded, its transfers are those of one observed run, all
 other times are of slices of one rank without its peer.
 
-Environment: ALONE_REPEATS (5), and ALONE_REALS (2), the real runs of `bytes`. --rehearse runs `eight` and `bytes` in
-small on CPUs, where times mean nothing.
+Environment: ALONE_REPEATS (5), and ALONE_REALS (2), the real runs of `bytes`. --rehearse runs `eight`, `bytes` and
+`steps` in small on CPUs, where times mean nothing.
 """
 
 from __future__ import annotations
@@ -47,16 +51,19 @@ from gpu_table import (
     FRAMEWORKS,
     KINDS,
     PAYLOADS,
+    RECORDED,
     RECORDED_STEPS,
     REHEARSE,
     STEPS,
     WARM,
     Run,
     at_once,
+    calibrated_alone,
     keep,
     over_nccl,
     predicted_ms,
     prism,
+    record,
     summary,
     words,
 )  # fmt: skip
@@ -194,10 +201,7 @@ def bytes_of(kind: str, folder: Path) -> dict[str, Any]:
         if not at_once(run):
             return {"failed": run.what}
         if run.what.startswith("record"):
-            small = folder / "small.prism"
-            words_of_slice = ["-m", "prism_sdk.cli.main", "slice", "--drop-payloads", "--steps", "0:"]
-            subprocess.run([sys.executable, *words_of_slice, str(bare), "-o", str(small)], timeout=60)
-            keep(kind, *filter(Path.exists, (seen, small)))
+            keep(kind, seen, bare)
     parts = [run.said["MEMORY"]["parts"] for run in real]
     pairs = list(zip(emulated.said["MEMORY"]["parts"], *parts, strict=True))
     apart = [(step, mine, theirs) for step, (mine, *theirs) in enumerate(pairs) if mine not in theirs]
@@ -224,6 +228,34 @@ def all_bytes(kind: str, folder: Path) -> dict[str, Any]:
         except Exception as error:  # the others go on
             results[one] = {"failed": repr(error)}
     print(json.dumps(results), flush=True)
+    wrong = [one for one, found in results.items() if "failed" in found]
+    return {**results, **({"failed": wrong} if wrong else {})}
+
+
+def steps_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Predicted and emulated steps of all jobs, or of those that are named."""
+    kinds = kind.partition("=")[2].split(",") if "=" in kind else list(KINDS)
+    results: dict[str, Any] = {}
+    record(kinds, folder)
+    for one in kinds:
+        if one not in RECORDED:
+            results[one] = {"failed": "record"}
+            continue
+        graph, emulated = calibrated_alone(one, folder), folder / f"{one}-emulated.prism"
+        run = prism("emulate", emulated, one, STEPS, "--graph", str(graph), gate=folder / "open")
+        if not graph.exists() or not at_once(run):
+            results[one] = {"failed": "calibrate or emulate"}
+            continue
+        predicted, times = predicted_ms(graph), run.said["STEPS"]["ms"]
+        results[one] = {
+            "predicted_ms": predicted, "emulated_ms": round(run.step_ms, 3),
+            "median_ms": round(median(times[WARM:]), 3),
+            "apart_percent": round(100 * (run.step_ms / predicted - 1), 3),
+            "bytes_as_recorded": run.said["MEMORY"]["parts"][:RECORDED_STEPS] == RECORDED[one].said["MEMORY"]["parts"],
+            "steps_ms": [round(ms, 1) for ms in times], "releases": _releases(emulated),
+        }  # fmt: skip
+        keep(one, graph, emulated)
+        print(f"== steps of {one}: {json.dumps(results[one])}", flush=True)
     wrong = [one for one, found in results.items() if "failed" in found]
     return {**results, **({"failed": wrong} if wrong else {})}
 
@@ -285,7 +317,7 @@ def shelf(kind: str, folder: Path) -> dict[str, Any]:
     return {**found, "failed": apart} if apart else found
 
 
-OTHERS = {"eight": eight, "bytes": all_bytes, "limit": limit, "shelf": shelf}
+OTHERS = {"eight": eight, "bytes": all_bytes, "steps": steps_of, "limit": limit, "shelf": shelf}
 
 
 def main() -> int:

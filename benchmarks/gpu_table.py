@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(1, str(Path(__file__).parents[1]))
 
 from prism_sdk.runtime.gpus import num_gpus
-from prismtrace import TraceReader
+from prismtrace import TraceReader, slice_trace
 
 ROOT = Path(__file__).parents[1]
 JOB = ROOT / "benchmarks" / "gpu_table_job.py"
@@ -267,12 +267,14 @@ def table(kind: str, folder: Path) -> dict[str, Any]:
 
 
 def keep(name: str, *paths: Path) -> None:
-    """Traces to look into later, where there is a place for them."""
+    """Traces to look into later, without values, where there is a place for them."""
     if out := os.environ.get("OUT"):
         with tarfile.open(Path(out, f"{name}.tar"), "w") as archive:
-            for path in dict.fromkeys(paths):
-                if path.exists():
-                    archive.add(path, path.name)
+            for path in filter(Path.exists, dict.fromkeys(paths)):
+                small = path.with_suffix(".small")
+                slice_trace(path, small, keep_payloads=False)
+                archive.add(small, path.name)
+                small.unlink()
 
 
 def predicted_ms(path: Path) -> float:

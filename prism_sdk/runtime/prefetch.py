@@ -3,8 +3,9 @@
 Responsible for the pool shared by one sandbox rank and its assistant process, at both ends.
 
 The assistant (`python -m prism_sdk.runtime.prefetch`) walks the rank's operations in order and copies payloads from the
-trace into a ring in shared memory, as far ahead as the ring allows.  It runs on CPUs that no sandbox rank uses where
-there are any, and outside the rank's own memory.
+trace into a ring in shared memory, as far ahead as the ring allows.  What a job repeats that goes on beyond the
+recording stays there, so that it is read once.  The assistant runs on CPUs that no sandbox rank uses where there are
+any, and outside the rank's own memory.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import struct
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from mmap import MAP_SHARED, PROT_READ, PROT_WRITE, mmap
 from pathlib import Path
@@ -29,6 +32,7 @@ _TABLE_ENTRIES = 1 << 16
 _ENTRY = struct.Struct("<qq")  # offset in the data area, size; offset -1: too large for the ring, or skipped
 _DATA_START = _HEADER_BYTES + _TABLE_ENTRIES * _ENTRY.size
 _IDLE_S = 0.0005
+_MOST_READERS = 8
 
 
 @dataclass(frozen=True)
@@ -194,38 +198,92 @@ class Consumer:
         self._free()
 
 
-def _produce(ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence) -> None:
-    """Fill the ring until the process is ended."""
-    held: list[tuple[int, int, int]] = []  # (index, offset, end) of what lies in the data area, oldest first
-    head = 0
-    index = 0
-    while (item := sequence.from_index(index)) is not None:
-        consumed = ring.consumed
-        if consumed > index:  # the rank was faster and read for itself
-            index = consumed
-            ring.produced = index
-            continue
-        while held and held[0][0] < consumed:
-            held.pop(0)
-        if index - consumed >= _TABLE_ENTRIES:
-            time.sleep(_IDLE_S)
-            continue
-        offset = place_in_circle(item.num_bytes, ring.capacity, head, held)
-        if offset is None:
-            if item.num_bytes > ring.capacity:
-                ring.set_entry(index, -1, 0)
-                index += 1
-                ring.produced = index
-            else:
+def places_to_stay(sequence: PayloadSequence, capacity: int) -> dict[bytes, int]:
+    """Offsets in the data area of payloads that are repeated and keep their place, so that they are read only once.
+
+    They do if everything fits, or if they leave half of the area to what goes round: an operation may take many of
+    those at once.
+    """
+    span = {item.digest: item.num_bytes for item in sequence.items[sequence.repeat_from :]}
+    every = {item.digest: item.num_bytes for item in sequence.items}
+    if sum(every.values()) > capacity and sum(span.values()) > capacity // 2:
+        return {}
+    places: dict[bytes, int] = {}
+    end = capacity
+    for digest, num_bytes in span.items():
+        end -= num_bytes
+        places[digest] = end
+    return places
+
+
+class _Producer:
+    """Fills the ring. Payloads are read by some threads at once; the rank is told of them in their order."""
+
+    def __init__(self, ring: Ring, reader: prismtrace.TraceReader, sequence: PayloadSequence, num_readers: int) -> None:
+        self._ring, self._reader, self._sequence = ring, reader, sequence
+        self._stays = places_to_stay(sequence, ring.capacity)
+        self._filled: dict[bytes, Future[int] | None] = {}  # what stays: who reads it, or read it
+        self._round = min(self._stays.values(), default=ring.capacity)  # what goes round lies before it
+        self._held: deque[tuple[int, int, int]] = deque()  # (index, offset, end) of what goes round, oldest first
+        self._head = 0
+        self._reads: deque[tuple[int, Future[int] | None]] = deque()  # (index, who reads it), not told of yet
+        self._most = 2 * num_readers
+        self._pool = ThreadPoolExecutor(num_readers)
+
+    def run(self) -> None:
+        """Until there is nothing to repeat, or for ever."""
+        index = 0
+        while (item := self._sequence.from_index(index)) is not None:
+            consumed = self._ring.consumed
+            if consumed > index:  # the rank was faster and read for itself
+                self._tell(all_of_them=True)
+                self._ring.produced = index = consumed
+                continue
+            self._tell()
+            is_full = index - consumed >= _TABLE_ENTRIES or len(self._reads) >= self._most
+            if is_full or not self._place(index, item, consumed):
                 time.sleep(_IDLE_S)
-            continue
-        if item.num_bytes:
-            reader.read_payload_into(item.digest, ring.data(offset, item.num_bytes))
-        held.append((index, offset, offset + item.num_bytes))
-        head = offset + item.num_bytes
-        ring.set_entry(index, offset, item.num_bytes)
-        index += 1
-        ring.produced = index
+                continue
+            index += 1
+        self._tell(all_of_them=True)
+
+    def _tell(self, *, all_of_them: bool = False) -> None:
+        """Tell the rank of what has been read."""
+        while self._reads and (all_of_them or (first := self._reads[0][1]) is None or first.done()):
+            index, read = self._reads.popleft()
+            if read is not None:
+                read.result()
+            self._ring.produced = index + 1
+
+    def _place(self, index: int, item: Item, consumed: int) -> bool:
+        """Give a payload a place and have it read, if there is room."""
+        read: Future[int] | None = None
+        offset = self._stays.get(item.digest)
+        if offset is not None:
+            if item.digest not in self._filled:
+                self._filled[item.digest] = self._read(item, offset)
+            read = self._filled[item.digest]
+        else:
+            told = self._reads[0][0] if self._reads else index  # from there on somebody may be writing still
+            while self._held and self._held[0][0] < min(consumed, told):
+                self._held.popleft()
+            offset = place_in_circle(item.num_bytes, self._round, self._head, self._held)
+            if offset is not None:
+                read = self._read(item, offset)
+                self._head = offset + item.num_bytes
+                self._held.append((index, offset, self._head))
+            elif item.num_bytes <= self._round:
+                return False
+            else:
+                offset = -1
+        self._ring.set_entry(index, offset, item.num_bytes)
+        self._reads.append((index, read))
+        return True
+
+    def _read(self, item: Item, offset: int) -> Future[int] | None:
+        if not item.num_bytes:
+            return None
+        return self._pool.submit(self._reader.read_payload_into, item.digest, self._ring.data(offset, item.num_bytes))
 
 
 def place_in_circle(num_bytes: int, capacity: int, head: int, held: Sequence[tuple[int, int, int]]) -> int | None:
@@ -251,12 +309,14 @@ def load_sequence(path: Path) -> PayloadSequence:
 
 def main(argv: Sequence[str]) -> int:
     """Assistant process: parent's id, ring descriptor, trace, sequence file, CPUs (comma separated, may be empty)."""
-    parent_id, fd, trace, path, cpus = argv
+    parent_id, fd, trace, path, listed = argv
     die_with_parent(int(parent_id))
+    cpus = [int(cpu) for cpu in listed.split(",") if cpu]
     if cpus:
-        os.sched_setaffinity(0, [int(cpu) for cpu in cpus.split(",")])
+        os.sched_setaffinity(0, cpus)
     with prismtrace.TraceReader(trace) as reader:
-        _produce(Ring(int(fd)), reader, load_sequence(Path(path)))
+        num_readers = min(len(cpus), _MOST_READERS) or 1  # where no CPU is free the rank has to share its own
+        _Producer(Ring(int(fd)), reader, load_sequence(Path(path)), num_readers).run()
     return 0
 
 

@@ -86,7 +86,7 @@ def test_a_rank_that_cannot_fit_is_refused_and_one_that_may_is_not() -> None:
     assert (error.rank, error.device, error.free_bytes) == (2, 0, 18 * GIB)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), vars(again), str(again)) == (type(error), vars(error), str(error))
-    assert "2 ranks stay on it with 60.00 GiB and a context of 1.00 GiB each" in str(error)
+    assert "60.00 GiB, contexts, libraries and other programs take 2.00 GiB, and one more needs 31.00" in str(error)
     assert ledger.refusal(1) is None  # it is there already
     ledger.ended(0)
     assert ledger.refusal(2) is None

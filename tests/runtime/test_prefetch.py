@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
@@ -23,6 +24,7 @@ from prism_sdk.runtime.prefetch import (
     create_ring,
     load_sequence,
     place_in_circle,
+    places_to_stay,
     save_sequence,
 )
 from prismtrace import GraphKind, TraceReader, TraceWriter
@@ -73,8 +75,9 @@ class Pool:
     @contextmanager
     def assistant(self) -> Iterator[subprocess.Popen[str]]:
         command = [sys.executable, "-m", "prism_sdk.runtime.prefetch"]
+        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))  # as many threads read
         process = subprocess.Popen(
-            [*command, str(os.getpid()), str(self.fd), str(self.path), str(self.sequence_path), ""],
+            [*command, str(os.getpid()), str(self.fd), str(self.path), str(self.sequence_path), cpus],
             pass_fds=[self.fd], stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -224,6 +227,41 @@ def test_places_never_overlap(capacity: int, sizes: list[int], data: random.Rand
         for _ in range(data.randint(0, 2)):
             if held:
                 held.pop(0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    capacity=st.integers(1, 100),
+    steps=st.lists(st.integers(0, 12), max_size=12).flatmap(
+        lambda ids: st.tuples(st.just(ids), st.integers(0, len(ids)))
+    ),
+)
+def test_what_stays_has_a_place_of_its_own(capacity: int, steps: tuple[list[int], int]) -> None:
+    ids, repeat_from = steps
+    sequence = PayloadSequence(tuple(Item(bytes([i]) * 16, 3 * i) for i in ids), repeat_from)
+    places = places_to_stay(sequence, capacity)
+    repeated = {item.digest: item.num_bytes for item in sequence.items[repeat_from:]}
+    if not places:
+        assert not repeated or sum(repeated.values()) > capacity // 2
+        return
+    assert places.keys() == repeated.keys()
+    ends = sorted((offset, offset + repeated[digest]) for digest, offset in places.items())
+    assert ends[0][0] >= 0 and ends[-1][1] == capacity
+    assert all(end == start for (_, end), (start, _) in itertools.pairwise(ends))
+    others = {i: 3 * i for i in ids[:repeat_from] if bytes([i]) * 16 not in repeated}
+    assert ends[0][0] >= min(sum(others.values()), capacity // 2)
+
+
+def test_what_is_repeated_is_read_once(make: Callable[..., Pool]) -> None:
+    """Also by a file that is gone meanwhile: nothing of it is opened or read again."""
+    pool = make([70_000, 1000, 40_000, 0, 30_000], repeat_from=2, capacity=200_000)
+    with pool.assistant():
+        pool.wait(lambda: pool.ring.produced > 50)
+        pool.path.write_bytes(b"\0" * pool.path.stat().st_size)
+        for index in range(3000):
+            pool.wait(lambda index=index: pool.ring.produced > index)  # type: ignore[misc]
+            pool.use(index)
+    assert (pool.consumer.counts.hits, pool.consumer.counts.misses) == (3000, 0)
 
 
 def test_what_a_sequence_repeats() -> None:

@@ -59,7 +59,7 @@ class Ledger:
         self._latest[footprint.device] = footprint
         self._held[rank] = footprint
         if footprint.device not in self._beyond:
-            self._beyond[footprint.device] = (1, self._beyond_allocators(footprint.device))
+            self._beyond[footprint.device] = (1, self.beyond_bytes(footprint.device))
 
     def ended(self, rank: int) -> None:
         """A rank's process is gone, and with it what it held."""
@@ -74,8 +74,11 @@ class Ledger:
         """The ranks that hold memory of a device."""
         return [rank for rank, footprint in self._held.items() if footprint.device == device]
 
-    def _beyond_allocators(self, device: int) -> int:
-        now = self._latest[device]
+    def beyond_bytes(self, device: int) -> int:
+        """What of a device is taken and was reserved by no rank: by contexts, libraries and other programs."""
+        now = self._latest.get(device)
+        if now is None:
+            return 0
         reserved = sum(self._held[rank].reserved_bytes for rank in self.ranks_on(device)) - self._away(device)
         return max(now.total_bytes - now.free_bytes - reserved, 0)
 
@@ -84,7 +87,7 @@ class Ledger:
         num_first, first = self._beyond[device]
         num = len(self.ranks_on(device))
         if num > num_first:
-            return max(self._beyond_allocators(device) - first, 0) // (num - num_first)
+            return max(self.beyond_bytes(device) - first, 0) // (num - num_first)
         return min(first // max(num, 1), _CONTEXT_BYTES)  # programs of others may be on the device too
 
     def kept_bytes(self, rank: int, movable_bytes: int) -> int:
@@ -130,8 +133,8 @@ class Ledger:
         total = sum(self._held[holder].reserved_bytes for holder in holders)
         return DeviceMemoryError(
             rank, device=now.device, total_bytes=now.total_bytes, free_bytes=now.free_bytes,
-            reason=f"{len(holders)} ranks stay on it with {gib(total)} and a context of {gib(context)} each, and one "
-            f"more needs {gib(context + least)} or more",
+            reason=f"{len(holders)} ranks stay on it with {gib(total)}, contexts, libraries and other programs take "
+            f"{gib(self.beyond_bytes(now.device))}, and one more needs {gib(context + least)} or more",
         )  # fmt: skip
 
 

@@ -211,10 +211,11 @@ class Residence:
 
     def _error(self, request: Request, why_not: str) -> PrismError:
         holders = self._ledger.ranks_on(request.device)
-        context = self._ledger.context_bytes(request.device) if holders else 0
+        beyond = self._ledger.beyond_bytes(request.device)
         reason = (
-            f"{len(holders)} ranks are on it with a context of {gib(context)} each, {gib(self.pager.out_bytes[1])} of "
-            f"theirs are in host memory and {gib(self.pager.out_bytes[2])} on disk, and nothing more can be moved"
+            f"{len(holders)} ranks are on it, contexts, libraries and other programs take {gib(beyond)}, "
+            f"{gib(self.pager.out_bytes[1])} of the ranks' memory are in host memory and "
+            f"{gib(self.pager.out_bytes[2])} on disk, and nothing more can be moved"
         )
         if why_not:
             reason += f" ({why_not})"

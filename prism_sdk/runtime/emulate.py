@@ -20,7 +20,7 @@ from prism_sdk.runtime.coalescing import Blocks
 from prism_sdk.runtime.cpus import CpuWaits
 from prism_sdk.runtime.cursor import Cursor
 from prism_sdk.runtime.engine import BoundaryEngine, PostBoard
-from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen, run_due
+from prism_sdk.runtime.futures import install_futures, is_in_background, is_seen
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.making_up import compensate, copy_view, fill_resized, give_own, is_without_values
 from prism_sdk.runtime.manifest import OWN, Expected, Script
@@ -44,7 +44,7 @@ from prism_sdk.runtime.tensors import (
     plain,
 )
 from prism_sdk.runtime.tracer import Tracer, now_ns
-from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before, prepare
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import Op
@@ -120,8 +120,7 @@ class EmulateSeam(Seam):
             self.engine.start(self.tracer.first_ns)
             if self.held is not None:
                 self.held.start(self.engine.origin_ns)
-        call.check()
-        run_due()
+        prepare(call)
         posted = self.tracer.now()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)

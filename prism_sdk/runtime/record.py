@@ -24,7 +24,7 @@ from prism_sdk.runtime.arena import Arena
 from prism_sdk.runtime.calls import Call, GroupState
 from prism_sdk.runtime.coalescing import install_lists
 from prism_sdk.runtime.config import PayloadMode
-from prism_sdk.runtime.futures import install_futures, is_in_background, run_due
+from prism_sdk.runtime.futures import install_futures, is_in_background
 from prism_sdk.runtime.intercept import Seam
 from prism_sdk.runtime.matching import Contribution, Key
 from prism_sdk.runtime.observe import settle_any_source, take_number, trace_group
@@ -34,7 +34,7 @@ from prism_sdk.runtime.oncuda.shelf import Shelf, forget_message
 from prism_sdk.runtime.ranks import RankSpec
 from prism_sdk.runtime.tensors import Bytes, ReadInto, combine, deliver, deliver_locally
 from prism_sdk.runtime.tracer import Tracer, now_ns
-from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before
+from prism_sdk.runtime.unwaited import Receives, install_destroying, place_before, prepare
 from prism_sdk.runtime.wire import Channel
 from prism_sdk.runtime.work import PrismWork, outstanding_works
 from prismtrace.model import Op
@@ -174,8 +174,7 @@ class RecordSeam(Seam):
     # -- one operation ----------------------------------------------------------------------------------------------
 
     def issue(self, call: Call) -> Any:
-        call.check()
-        run_due()
+        prepare(call)
         posted = now_ns()
         seq = take_number(call)
         unit = self.tracer.communication(call, posted, seq)

@@ -14,8 +14,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from prism_sdk.runtime.calls import Call, GroupState
-from prism_sdk.runtime.work import PrismWork, place_results
+from prism_sdk.runtime.futures import run_due
+from prism_sdk.runtime.work import PrismWork, place_results, span_of, unwaited_works
 from prismtrace.model import Op
+
+
+def prepare(call: Call) -> None:
+    """Before a call is handed on by a mode that stands for the backend: refuse what every backend refuses, see to what
+    is due, and put in place what the call takes of its group's earlier results: a backend goes in order.
+
+    Raises RuntimeError.
+    """
+    call.check()
+    run_due()
+    if not call.is_p2p and (works := unwaited_works(call.group.group_id)):
+        spans = [*map(span_of, (*call.contribution, *call.outputs))]
+        touched = [seq for seq, work in works.items() if work.writes_into(spans)]
+        if touched:
+            place_results(call.group.group_id, before=max(touched) + 1, wait=True)
 
 
 def place_before(call: Call, seq: int, *, wait: bool) -> None:

@@ -14,7 +14,7 @@ import contextlib
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,11 @@ def keep_until_waited_for(work: PrismWork) -> None:
     _live[id(work)] = work
 
 
+def unwaited_works(group_id: int) -> Mapping[int, PrismWork]:
+    """A group's collectives that nobody has waited for yet, by number."""
+    return _unwaited.get(group_id, {})
+
+
 def place_results(group_id: int, *, wait: bool, before: int | None = None) -> None:
     """Put the results of a group's collectives in place that nobody has waited for: a backend's thread would have.
 
@@ -58,6 +63,14 @@ def place_results(group_id: int, *, wait: bool, before: int | None = None) -> No
             works[seq].place(wait=wait)
 
 
+def span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies: its first address and the one behind it; if it is not contiguous, those of its storage."""
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    whole = tensor.untyped_storage()
+    return whole.data_ptr(), whole.data_ptr() + whole.nbytes()
+
+
 class PrismWork(Work):
     """A work handle whose completion is a Python call: `complete(timeout)` blocks until the results are in place."""
 
@@ -69,6 +82,7 @@ class PrismWork(Work):
     _future: DrivenFuture | None = None
     _error: BaseException | None = None
     _line: tuple[int, int] | None = None
+    _spans: list[tuple[int, int]] | None = None
     source = -1  # group rank that a receive from any source was matched with
     kept: Sequence[Kept] = ()  # what NCCL's backend would hold until somebody waits for this handle
 
@@ -187,6 +201,12 @@ class PrismWork(Work):
 
     def result(self) -> list[torch.Tensor]:
         return list(self._outputs)
+
+    def writes_into(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether its results are where one of these lies (`span_of`)."""
+        if self._spans is None:
+            self._spans = [*map(span_of, self._outputs)]
+        return any(start < end and begin < stop for start, stop in self._spans for begin, end in spans)
 
     def source_rank(self) -> int:
         return self.source

@@ -164,6 +164,43 @@ def test_results_that_nobody_waits_for_are_there_after_a_barrier(bench: Any) -> 
     assert ended.code == 0, ended.err
 
 
+def test_a_collective_takes_what_an_earlier_one_of_its_group_brings(bench: Any) -> None:
+    """Without a wait between them: a backend goes in order."""
+    script = bench.script("""
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        twice, flat, untouched = torch.ones(5000), torch.zeros(2 * size), torch.ones(8)
+        dist.all_reduce(twice, async_op=True)
+        dist.all_reduce(twice[1000:], async_op=True)
+        last = dist.all_reduce(twice[4000:], async_op=True)
+        mine = flat[2 * rank : 2 * rank + 2]
+        mine += rank + 1.0
+        dist.all_gather_into_tensor(flat, mine, async_op=True)
+        shared = dist.all_reduce(flat, async_op=True)
+        dist.all_reduce(untouched[:4], async_op=True)
+        dist.all_reduce(untouched[4:], async_op=True)
+        shared.wait(), last.wait()
+        assert flat.tolist() == [size * (r + 1.0) for r in range(size) for _ in range(2)], flat
+        first, second, third = twice[0].item(), twice[1000].item(), twice[4000].item()
+        assert (first, second, third) == (size, size**2, size**3), twice
+        dist.barrier()
+        assert (untouched == size).all()
+        optimizer.step()
+    """)
+    bare, graph = str(bench.folder / "bare.prism"), str(bench.folder / "graph.prism")
+    for mode, *options in (
+        ("record", "--nproc-per-node", "3", "--slots", "1", "-o", bare),
+        ("calibrate", "--graph", bare, "--slots", "1", "-O", "passes=1", "-o", graph),
+        ("emulate", "--graph", graph, "--sandbox", "1"),
+    ):
+        ended = bench.run_shared(mode, script, *options)
+        assert ended.code == 0, (mode, ended.err)
+
+
 def test_a_backend_without_a_handle_for_what_is_not_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
     # as NCCL under torch 2.11: the caller's Python asks for a handle nevertheless
     import torch.distributed as dist

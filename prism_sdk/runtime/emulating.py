@@ -279,6 +279,7 @@ def _prepare(
         graph=graph_path, plan=work / "plan", sandbox=sandbox, backend=config.backend or DEFAULT_BACKEND,
         ring_fds=rings, board_fd=board, needs_mesh=any(_needs_mesh(script, sandbox) for script in scripts.values()),
         options=dict(config.options), hold_fds=holds, is_slice=is_slice, by_roles=by_roles,
+        times=times,
     )  # fmt: skip
     return scripts, facts
 

@@ -29,6 +29,7 @@ class EmulateSpec:
     needs_mesh: bool = False  # sandbox ranks send messages in groups that have virtual members too
     options: Mapping[str, str] = field(default_factory=dict)
     is_slice: bool = False  # of a calibration on GPUs: times are wanted, values only as far as they steer the program
+    times: Path | None = None  # the graph with the job's times, if that is another one
     assistance: Assistance = field(default_factory=Assistance)  # what the backend has started in the launcher
 
 

@@ -67,6 +67,17 @@ def test_a_slice_of_all_ranks_needs_no_model(tmp_path: Path) -> None:
         assert set(reader.units(1)["prism.provenance"][reader.units(1).kind == 2].tolist()) == {1}
 
 
+def test_how_long_operations_take_with_their_waits_is_an_earlier_pass_to_say(tmp_path: Path) -> None:
+    context = OnDevices(tmp_path, world_size=2, num_slots=1)
+    Slices().calibrate(context)
+    with TraceReader(context.output) as reader:
+        units = reader.units(1)
+    found = durations_ns(context.output, 1)
+    assert found.any() and found.tolist() == (units.end_ns - units.start_ns).tolist()
+    for times, rank in ((None, 1), (context.graph_path, 1), (context.output, 7)):  # a bare graph has no times
+        assert not len(durations_ns(times, rank))
+
+
 def test_on_cpus_nothing_is_added(tmp_path: Path) -> None:
     context = ScriptedCalibration(tmp_path, world_size=2, num_slots=2)
     Slices().calibrate(context)
@@ -154,7 +165,7 @@ def test_a_job_over_nccl_uses_gpus(
 torch = pytest.importorskip("torch")
 
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState  # noqa: E402
-from prism_sdk.runtime.oncuda.slicing import SMALL_BYTES, give_own, is_large_number, place  # noqa: E402
+from prism_sdk.runtime.oncuda.slicing import SMALL_BYTES, durations_ns, give_own, is_large_number, place  # noqa: E402
 
 LARGE = SMALL_BYTES  # elements of four bytes
 

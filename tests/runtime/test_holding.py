@@ -330,24 +330,26 @@ def test_alone_in_a_group() -> None:
 
 
 def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = []
+    launches: list[dict[str, Any]] = []
     words = torch.zeros(8, dtype=torch.int32)
 
     def compile_kernel(source: str, name: str) -> Any:
         assert f"__launch_bounds__(640) {name}(" in source
-        return lambda **launch: launches.append((launch["grid"], launch["block"], launch["args"][0].data_ptr(),
-                                                 launch["args"][1], launch["args"][-1]))  # fmt: skip
+        return lambda **launch: launches.append(launch)
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
-    kernel = HoldKernel(words, 24)
+    gates = torch.zeros(4, dtype=torch.int32)
+    kernel = HoldKernel(words, gates, 24)
     collective = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(2)], None, SUM))
     message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(2)], None, 2, 0))
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
-        kernel.hold(call, word, 5, Queue(3))
-    assert launches == [
-        ((n, 1, 1), (640, 1, 1), words.data_ptr() + 4 * i, 5, -1) for i, n in enumerate((24, 2, 1))
-    ]  # -1: until it is released
+        kernel.hold(call, word, 5 + word, Queue(3))
+    for i, (launch, blocks) in enumerate(zip(launches, (24, 16, 1), strict=True)):
+        assert (launch["grid"], launch["block"]) == ((blocks, 1, 1), (640, 1, 1))
+        flag, ticket, gate, *_, until, _ = launch["args"]
+        assert (flag.data_ptr(), ticket, until) == (words.data_ptr() + 4 * i, 5 + i, -1)  # -1: until it is released
+        assert gate.data_ptr() == gates.data_ptr() + 4 * (1 + i)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
-        HoldKernel(words, 24)
+        HoldKernel(words, gates, 24)

@@ -46,6 +46,7 @@ LATE_NS = 20_000
 
 _NUM_LATEST = 8  # of them that are named
 _POOL_BYTES = 4 << 30
+_GATES_BYTES = 4 * fields.NUM_SLOTS  # a word for each operation that may be held
 _READY_S = 60.0
 _LAST_S = 5.0
 _NOTHING = contextlib.nullcontext()
@@ -102,14 +103,15 @@ class StreamHold:
             driver.register(ctypes.addressof(ctypes.c_char.from_buffer(ring)), len(ring))
         except DriverError:
             self.counts.num_unpinned = 1  # copies then go through the driver's own buffers
-        wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES)))
+        wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES))) + _GATES_BYTES
         try:
             address = driver.allocate(wanted)
         except DriverError:  # of a device that is nearly full
-            wanted = pool_bytes_for(script, limit=0)
+            wanted = pool_bytes_for(script, limit=0) + _GATES_BYTES
             address = driver.allocate(wanted)
         self.pool_bytes = wanted
-        memory = torch.as_tensor(DeviceMemory(address, wanted), device=device)
+        whole = torch.as_tensor(DeviceMemory(address, wanted), device=device)
+        gates, memory = whole[:_GATES_BYTES].view(torch.int32).zero_(), whole[_GATES_BYTES:]
         warm_up(memory)
         torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
@@ -119,7 +121,7 @@ class StreamHold:
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
             self._compensator = Compensator()
-        self._hold_kernel = None if joining is not None else hold_kernel(self._words, options.get("occupy"))
+        self._hold_kernel = None if joining is not None else hold_kernel(self._words, gates, options.get("occupy"))
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._seen: dict[tuple[int, int, int], Any] = {}  # the program's streams, by torch's names for them
         self._lanes: dict[int, int] = {}  # streams that arrive -> number

@@ -27,7 +27,7 @@ from prismtrace import Op
 NUM_BLOCKS, NUM_THREADS = 24, 640
 """Thread blocks and threads in each; NCCL 2.28 launches so many between two H200s over NVLink."""
 
-_MESSAGE_BLOCKS = 2  # channels of a message between two ranks
+_MESSAGE_BLOCKS = 16  # NCCL's channels of a message between two ranks, as measured there
 _UNTIL_RELEASED = -1
 
 _LONGEST_NS = 1_000_000_000
@@ -36,16 +36,26 @@ _CYCLES_TO_MEASURE = 4_000_000
 
 _SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(640) prism_occupy(
-    const volatile unsigned* flag, unsigned ticket, int4* memory, int num_elements, int duration_ns) {
-    if (duration_ns < 0) {
-        if (threadIdx.x == 0) {
+    const volatile unsigned* flag, unsigned ticket, int4* memory, int num_elements, int wait_ns, int duration_ns) {
+    if (wait_ns < 0) {
+        volatile unsigned* gate = (volatile unsigned*)memory;
+        if (threadIdx.x == 0 && blockIdx.x == 0) {
             while ((int)(*flag - ticket) < 0) __nanosleep(100);
+            *gate = ticket;
+        } else if (threadIdx.x == 0) {
+            while ((int)(*gate - ticket) < 0) __nanosleep(100);
         }
         __syncthreads();
         return;
     }
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    for (now = start; now - start < (unsigned long long)wait_ns;) {
+        __nanosleep(100);
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    }
+    if (duration_ns == 0) return;
+    start = now;
     int at = blockIdx.x * blockDim.x + threadIdx.x;
     do {
         int4 value = memory[at];
@@ -80,7 +90,7 @@ def compile_kernel() -> Launch:
 def _launch_directly(function: Any) -> Launch:
     """By the driver: torch's own way takes the host five times as long, for each operation of a program."""
     driver = Driver()
-    types = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, ctypes.c_int, ctypes.c_int)  # as in _SOURCE
+    types = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.c_int] * 3)  # as in _SOURCE
 
     def launch(blocks: int, arguments: list[Any], stream: Any) -> None:
         plain = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
@@ -98,11 +108,18 @@ def blocks_for(call: Call, num_blocks: int) -> int:
 
 
 class HoldKernel:
-    """Occupies streams until they are released."""
+    """Occupies streams until they are released.
 
-    def __init__(self, flags: torch.Tensor, num_blocks: int) -> None:
-        """`flags`: the 32-bit words that the device shares with the releaser. Raises UnsupportedError."""
-        self.num_blocks, self._flags = num_blocks, flags
+    Of each kernel one block looks at the host's memory, the others at a word of the device's that it sets: four blocks
+    that ask the host all the time make kernels beside them take up to eight times as long.
+    """
+
+    def __init__(self, flags: torch.Tensor, gates: torch.Tensor, num_blocks: int) -> None:
+        """`flags`: the 32-bit words that the device shares with the releaser; `gates`: others, 0, on the device.
+
+        Raises UnsupportedError.
+        """
+        self.num_blocks, self._flags, self._gates = num_blocks, flags, gates
         try:
             self._launch = compile_kernel()
         except Exception as error:
@@ -111,15 +128,17 @@ class HoldKernel:
 
     def hold(self, call: Call, word: int, ticket: int, stream: Any) -> None:
         """`stream` goes on once word `word` is `ticket`."""
-        flag = self._flags[word : word + 1]
-        self._launch(blocks_for(call, self.num_blocks), [flag, ticket, flag, 0, _UNTIL_RELEASED], stream)
+        gate = ticket % len(self._gates)
+        arguments = [self._flags[word : word + 1], ticket, self._gates[gate : gate + 1], 0, _UNTIL_RELEASED, 0]
+        self._launch(blocks_for(call, self.num_blocks), arguments, stream)
 
 
-def hold_kernel(flags: torch.Tensor, option: str | None) -> HoldKernel | None:
+def hold_kernel(flags: torch.Tensor, gates: torch.Tensor, option: str | None) -> HoldKernel | None:
     """What holds streams; None where they wait without taking processors.
 
     Args:
         flags: the words that the device shares with the releaser.
+        gates: as many words of the device as operations may be held at once.
         option: the value of `-O occupy`; absent: as many blocks as in a calibration, where torch compiles kernels.
 
     Raises:
@@ -129,7 +148,7 @@ def hold_kernel(flags: torch.Tensor, option: str | None) -> HoldKernel | None:
     if not num_blocks:
         return None
     try:
-        return HoldKernel(flags, num_blocks)
+        return HoldKernel(flags, gates, num_blocks)
     except UnsupportedError:
         if option is not None:
             raise
@@ -147,38 +166,42 @@ class Occupier:
     def __init__(self, *, num_blocks: int = NUM_BLOCKS) -> None:
         """With `num_blocks` 0 it takes time alone: one thread."""
         self._num_blocks = num_blocks
-        self._run: Callable[[int], None] | None = None
+        self._run: Callable[[int, int, int], None] | None = None
         self.kind = ""
         """Once something was occupied: kernel, spin, or nothing (where torch offers neither)."""
 
-    def occupy(self, duration_ns: int) -> None:
-        """Keep the current stream busy for about that long; the host goes on."""
-        if duration_ns <= 0:
+    def occupy(self, duration_ns: int, *, wait_ns: int = 0, call: Call | None = None) -> None:
+        """Keep the current stream busy for about that long, moving memory, after waiting for others; the host goes on.
+
+        With a `call` by as many blocks as that takes.
+        """
+        wait_ns, duration_ns = (min(max(time_ns, 0), _LONGEST_NS) for time_ns in (wait_ns, duration_ns))
+        if not wait_ns + duration_ns:
             return
         if self._run is None:
             self._run = self._prepare()
-        self._run(min(duration_ns, _LONGEST_NS))
+        self._run(self._num_blocks if call is None else blocks_for(call, self._num_blocks), wait_ns, duration_ns)
 
-    def _prepare(self) -> Callable[[int], None]:
+    def _prepare(self) -> Callable[[int, int, int], None]:
         if self._num_blocks:
             with contextlib.suppress(Exception):  # no NVRTC, an older driver: the spinning thread is left
                 return self._kernel(compile_kernel())
         sleep: Any = getattr(torch.cuda, "_sleep", None)
         if sleep is None:
             self.kind = "nothing"
-            return lambda duration_ns: None
+            return lambda blocks, wait_ns, duration_ns: None
         self.kind = "spin"
         per_ns = _cycles_per_ns(sleep)
-        return lambda duration_ns: sleep(round(duration_ns * per_ns))
+        return lambda blocks, wait_ns, duration_ns: sleep(round((wait_ns + duration_ns) * per_ns))
 
-    def _kernel(self, launch: Launch) -> Callable[[int], None]:
+    def _kernel(self, launch: Launch) -> Callable[[int, int, int], None]:
         memory = torch.zeros(_MEMORY_BYTES // 4, dtype=torch.int32, device="cuda")
         count = _MEMORY_BYTES // 16
 
-        def run(duration_ns: int) -> None:
-            launch(self._num_blocks, [memory, 0, memory, count, duration_ns], torch.cuda.current_stream())
+        def run(blocks: int, wait_ns: int, duration_ns: int) -> None:
+            launch(blocks, [memory, 0, memory, count, wait_ns, duration_ns], torch.cuda.current_stream())
 
-        run(1)
+        run(1, 0, 1)
         torch.cuda.synchronize()  # whether it runs at all shows now
         self.kind = "kernel"
         return run

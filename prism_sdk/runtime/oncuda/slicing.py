@@ -6,17 +6,22 @@ calibration strategy's.
 Nothing may make the host wait for the device, or the stream runs dry and what is measured is the cost of launching.  So
 results are made on the device where they are large numbers: a rank takes its own contribution for everybody's.  What
 may steer the program (integers, small tensors, what only others know) is the recorded value, through pinned memory and
-without looking at what this rank contributes.  A kernel holds the stream for the transfer of the graph and takes what
-NCCL's would take from computing beside it; so the host gets as far ahead as in the job.
+without looking at what this rank contributes.  A kernel holds the stream for the transfer of the graph, once an earlier
+pass has shown it also for the wait for other ranks before that, and takes what NCCL's would take from computing beside
+it; so the host gets as far ahead as in the job.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.emulate import EmulateSeam
@@ -30,10 +35,20 @@ from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 from prism_sdk.runtime.tensors import memory_of
 from prism_sdk.runtime.tracer import now_ns
 from prism_sdk.runtime.work import PrismWork
-from prismtrace import Op
+from prismtrace import ABSENT, GraphKind, Op, TraceReader
 
 SMALL_BYTES = 65_536
 """Results up to this size are the recorded ones."""
+
+
+def durations_ns(times: Path | None, rank: int) -> NDArray[np.int64]:
+    """How long each unit of a rank took, its wait for others included, by a calibrated graph; else empty."""
+    if times is not None:
+        with TraceReader(times) as reader:
+            if reader.graph_kind is GraphKind.CALIBRATED and rank in reader.ranks:
+                units = reader.units(rank)
+                return np.where(units.end_ns == ABSENT, 0, units.end_ns - units.start_ns)
+    return np.zeros(0, np.int64)
 
 
 class SliceSeam(EmulateSeam):
@@ -80,7 +95,8 @@ class SliceSeam(EmulateSeam):
             lane.wait_stream(current)
         scratch = nccl_scratch(call, device)
         with torch.cuda.stream(lane):
-            self._occupier.occupy(transfer_ns)
+            took_ns = int(self._took_ns[one.unit_index]) if one.unit_index < len(self._took_ns) else 0
+            self._occupier.occupy(transfer_ns, wait_ns=took_ns - transfer_ns, call=call)
             self._give(call, one, moved)
         done = torch.cuda.Event()
         done.record(lane)
@@ -104,6 +120,10 @@ class SliceSeam(EmulateSeam):
         if call.op is Op.BARRIER and not call.is_async:
             work.wait()
         return work
+
+    @cached_property
+    def _took_ns(self) -> NDArray[np.int64]:
+        return durations_ns(self.facts.times, self.spec.rank)
 
     def _late_wait(self, unit: int) -> Callable[[], None]:
         return lambda: self.tracer.wait(unit, self.tracer.now(), self.tracer.now(), blocked=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -165,7 +166,15 @@ def test_a_job_over_nccl_uses_gpus(
 torch = pytest.importorskip("torch")
 
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState  # noqa: E402
-from prism_sdk.runtime.oncuda.slicing import SMALL_BYTES, durations_ns, give_own, is_large_number, place  # noqa: E402
+from prism_sdk.runtime.oncuda.slicing import (  # noqa: E402
+    SMALL_BYTES,
+    FirstValues,
+    SliceSeam,
+    durations_ns,
+    give_own,
+    is_large_number,
+    place,
+)
 
 LARGE = SMALL_BYTES  # elements of four bytes
 
@@ -218,3 +227,41 @@ def test_recorded_bytes_are_placed_and_padded() -> None:
     target = torch.full((4,), 7, dtype=torch.int32)
     place(target, memoryview(np.array([1, 2, 3], dtype=np.int32).tobytes()))
     assert target.tolist() == [1, 2, 3, 0]
+
+
+class _Pool:
+    """Payload i is LARGE times the number i; remembers what was read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def announce(self, first: int) -> None:
+        assert first >= 0
+
+    def release(self, first: int, count: int) -> None:
+        assert first >= 0 and count == 1
+
+    def take(self, first: int, count: int) -> list[memoryview]:
+        self.read.append(first)
+        return [memoryview(np.full(LARGE, first, dtype=np.float32).tobytes())]
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "read", "later"),
+    [(1 << 30, [0, 1, 2], [0, 1, 2]), (8 * LARGE, [0, 1], [0, 1, 0]), (1, [0], [0, 0, 0])],
+)
+def test_each_message_of_a_step_has_its_own_first_value(limit_bytes: int, read: list[int], later: list[int]) -> None:
+    """An activation and a gradient of one sender and one size: taken for each other they would end in NaN."""
+    seam: Any = SliceSeam.__new__(SliceSeam)
+    seam._firsts, seam.pool, seam.tracer = FirstValues(limit_bytes), _Pool(), SimpleNamespace(step=0)
+    one: Any = SimpleNamespace(op=Op.RECV, peer=1, sources=(1,), send_bytes={}, first_item=0)
+    found: list[list[float]] = []
+    for step in range(3):
+        seam.tracer.step = step
+        outputs = [torch.full((LARGE // 4, 4), -1.0) for _ in range(3)]
+        for number, output in enumerate(outputs):
+            one.first_item = 3 * step + number
+            message = call(Op.RECV, [], [Delivery(output, 1, 0)], peer=1)
+            seam._give_recorded(message, one, 0)
+        found.append([output.unique().item() for output in outputs])
+    assert found == [later] * 3 and seam.pool.read == read

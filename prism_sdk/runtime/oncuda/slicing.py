@@ -13,6 +13,7 @@ it; so the host gets as far ahead as in the job.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
@@ -40,6 +41,8 @@ from prismtrace import ABSENT, GraphKind, Op, TraceReader
 SMALL_BYTES = 65_536
 """Results up to this size are the recorded ones."""
 
+_MOST_PINNED_BYTES = 4 << 30
+
 
 def durations_ns(times: Path | None, rank: int) -> NDArray[np.int64]:
     """How long each unit of a rank took, its wait for others included, by a calibrated graph; else empty."""
@@ -58,8 +61,7 @@ class SliceSeam(EmulateSeam):
         super().__init__(*arguments)
         self._lanes: dict[int, torch.cuda.Stream] = {}  # group -> the stream that stands for NCCL's
         self._occupier = Occupier(num_blocks=blocks_of(self.facts.options.get("occupy")))
-        self._pinned: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._known: set[tuple[Any, ...]] = set()
+        self._firsts = FirstValues()
 
     def _holds_streams(self) -> bool:
         return False  # nothing is released by the graph's times
@@ -151,23 +153,60 @@ class SliceSeam(EmulateSeam):
     def _give_recorded(self, call: Call, one: Expected, moved: int) -> None:
         first = one.first_item + moved
         self.pool.announce(first)
-        key = (call.group.group_id, one.op, one.peer, call.num_elements_in, call.num_elements_out)
-        is_kept = sum(tensor.nbytes for tensor in call.outputs) > SMALL_BYTES
-        is_known = is_kept and key in self._known  # large: the values of the first time, already at hand
-        self._known.add(key)
+        is_large = sum(tensor.nbytes for tensor in call.outputs) > SMALL_BYTES
+        key = self._firsts.next(call, one, step=self.tracer.step)
+        known = self._firsts.known(key) if is_large else None
         by_source: dict[int, memoryview] = {}
-        if not is_known:
+        if known is None:
             by_source = dict(zip(one.sources, self.pool.take(first, len(one.sources)), strict=True))
+        placed: list[torch.Tensor | None] = []
         for number, (tensor, source, offset) in enumerate(_pieces(call, one)):
-            if is_known and (*key, number) in self._pinned:
-                tensor.data.copy_(self._pinned[*key, number], non_blocking=True)
+            pinned = None if known is None else known[number]
+            if pinned is not None:
+                tensor.data.copy_(pinned.view(tensor.shape), non_blocking=True)
             elif source in by_source:
                 pinned = place(tensor, by_source[source][offset : offset + tensor.nbytes])
-                if is_kept:
-                    self._pinned[*key, number] = pinned
             else:
                 _copy_own(call, tensor, offset)
+            placed.append(pinned)
+        if is_large and known is None:
+            self._firsts.keep(key, placed)
         self.pool.release(first, len(one.sources))
+
+
+class FirstValues:
+    """Large values that only others know, in pinned memory: call by call every step has those of the first one.
+
+    They are to be such as the job has: what a gradient is multiplied with, and how large it is, decides how much power
+    the products take, and so the GPU's clock.  Beyond a limit a call has those of the first one like it.
+    """
+
+    def __init__(self, limit_bytes: int = _MOST_PINNED_BYTES) -> None:
+        self._limit, self._held_bytes = limit_bytes, 0
+        self._values: dict[tuple[Any, ...], list[torch.Tensor | None]] = {}
+        self._step = -1
+        self._num_alike: Counter[tuple[Any, ...]] = Counter()  # calls of this step
+
+    def next(self, call: Call, one: Expected, *, step: int) -> tuple[Any, ...]:
+        """What identifies the step's next call: what it does, and its place among the step's calls that do the same."""
+        if step != self._step:
+            self._step = step
+            self._num_alike.clear()
+        alike = (call.group.group_id, one.op, one.peer, call.num_elements_in, call.num_elements_out)
+        self._num_alike[alike] += 1
+        return (*alike, self._num_alike[alike])
+
+    def known(self, key: tuple[Any, ...]) -> list[torch.Tensor | None] | None:
+        """The values of each of its tensors, None for this rank's own; None: to be read."""
+        found = self._values.get(key)
+        if found is None and self._held_bytes >= self._limit:
+            found = self._values.get((*key[:-1], 1))
+        return found
+
+    def keep(self, key: tuple[Any, ...], values: list[torch.Tensor | None]) -> None:
+        """Remember what was read."""
+        self._values[key] = values
+        self._held_bytes += sum(0 if one is None else one.nbytes for one in values)
 
 
 def is_large_number(call: Call) -> bool:

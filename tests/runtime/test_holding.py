@@ -320,6 +320,21 @@ def test_filling_is_no_change_that_autograd_sees(*, is_made_in_it: bool) -> None
     assert before is None or before == total._version
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_message_that_nobody_recorded_is_small_random_numbers(dtype: torch.dtype) -> None:
+    """And takes none of the program's."""
+    state = torch.get_rng_state()
+    large, few, whole = (torch.full(shape, 7, dtype=dtype) for shape in ((300, 300), (5,), (40_000,)))
+    number = torch.full((40_000,), 7)
+    for out in (large, few, whole, number):
+        message = OPERATORS["recv_"](GROUP, lambda: None, ([out], None, 2, 0))
+        fill_from(message, object.__new__(Expected), {})
+    for out in (large, whole):
+        assert 0 < out.float().abs().max() < 1e-4 and out.unique().numel() > 10
+    assert not few.any() and not number.any()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_alone_in_a_group() -> None:
     alone = GroupState(name="1", ranks=(5,), group_rank=0, backend="nccl", description="", group_id=78)
     out = torch.zeros(2)

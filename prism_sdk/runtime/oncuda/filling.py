@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.manifest import OWN, Expected
 from prismtrace import Op, ReduceOp
+
+_FEW_BYTES = 65_536
+_RANDOM = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_SCALE = 1e-6
 
 Pieces = Sequence[torch.Tensor]  # flat bytes, one after the other
 #: (flat output; flat bytes of result, live and recorded contribution; operation; members) -> whether it was done
@@ -69,6 +74,8 @@ def fill_from(
     if not recorded:
         if call.op is Op.SCATTER and me == call.root:
             _deliver(call, lambda member: own, lambda member: ())
+        elif call.op is Op.RECV:
+            make_up(call.outputs)
         elif call.op is not Op.BROADCAST:  # what this rank gives stands for what others gave, and zeros for the rest
             _deliver(call, lambda member: own, lambda member: call.send_bytes or ())
         return
@@ -84,6 +91,26 @@ def fill_from(
         return call.send_bytes or () if member == me else one.send_bytes[one.giver(member)]
 
     _deliver(call, pieces, send_bytes, is_recorded=True)
+
+
+@torch.inference_mode()
+def make_up(tensors: Sequence[torch.Tensor]) -> None:
+    """Fill what nobody knows: zeros, but small random numbers where there are many.
+
+    Products of zeros take so little power that the GPU's clock stays higher than in the job, by a tenth and more. As
+    gradients or activations numbers of this size do no harm.
+    """
+    for tensor in tensors:
+        if tensor.nbytes > _FEW_BYTES and tensor.dtype in _RANDOM:
+            tensor.data.normal_(std=_SCALE, generator=_generator(tensor.device))
+        else:
+            tensor.data.zero_()
+
+
+@cache
+def _generator(device: torch.device) -> torch.Generator:
+    """Of Prism's own: the program's random numbers stay as they are."""
+    return torch.Generator(device)
 
 
 @torch.inference_mode()

@@ -29,6 +29,7 @@ from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background
 from prism_sdk.runtime.manifest import Expected
 from prism_sdk.runtime.observe import settle_any_source
+from prism_sdk.runtime.oncuda.filling import make_up
 from prism_sdk.runtime.oncuda.occupying import Occupier, blocks_of
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
@@ -142,6 +143,8 @@ class SliceSeam(EmulateSeam):
             if one.sources:
                 self._give_recorded(call, one, moved)
             else:
+                if call.op is Op.RECV:
+                    make_up(call.outputs)
                 give_own(call)
                 self.num_without_values += bool(call.deliveries or call.receive_tensors)
             return

@@ -48,6 +48,7 @@ STARTING = {"observe", "record", "calibrate", "emulate", "view"}
 OPTIONS = {"exit", "file", "needs", "not run", "numbers vary", "output"}
 _COMMENT = re.compile(r"<!-- (.*) -->\Z")
 _NUMBER = re.compile(r"(?<![A-Za-z_])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+_PROGRESS = re.compile(r"^prism [a-z]+: +[0-9.]+ s  .*\n", re.MULTILINE)  # comes when a machine is slow
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def _run_console(example: Example, block: Block, folder: Path) -> None:
     for number, (command, shown) in enumerate(pairs):
         expected = int(block.options.get("exit", 0)) if number == len(pairs) - 1 else 0
         code, printed = _run(command, folder, example.namespace["ENVIRON"])
+        if not _PROGRESS.search(shown):
+            printed = _PROGRESS.sub("", printed)
         assert code == expected, f"exit code {code} of: {command}\n{printed}"
         if shown and os.environ.get("PRISM_DOCS_UPDATE"):
             shown = _updated(block, shown, printed)

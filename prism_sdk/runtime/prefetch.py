@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from mmap import MAP_SHARED, PROT_READ, PROT_WRITE, mmap
 from pathlib import Path
@@ -33,6 +33,7 @@ _ENTRY = struct.Struct("<qq")  # offset in the data area, size; offset -1: too l
 _DATA_START = _HEADER_BYTES + _TABLE_ENTRIES * _ENTRY.size
 _IDLE_S = 0.0005
 _MOST_READERS = 8
+_SMALL_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -242,10 +243,18 @@ class _Producer:
             self._tell()
             is_full = index - consumed >= _TABLE_ENTRIES or len(self._reads) >= self._most
             if is_full or not self._place(index, item, consumed):
-                time.sleep(_IDLE_S)
+                self._pause()
                 continue
             index += 1
         self._tell(all_of_them=True)
+
+    def _pause(self) -> None:
+        """Until something has been read, or a moment."""
+        first = self._reads[0][1] if self._reads else None
+        if first is None:
+            time.sleep(_IDLE_S)
+        else:
+            wait([first], timeout=_IDLE_S)
 
     def _tell(self, *, all_of_them: bool = False) -> None:
         """Tell the rank of what has been read."""
@@ -281,9 +290,14 @@ class _Producer:
         return True
 
     def _read(self, item: Item, offset: int) -> Future[int] | None:
+        """Have a payload read; None: it has been."""
         if not item.num_bytes:
             return None
-        return self._pool.submit(self._reader.read_payload_into, item.digest, self._ring.data(offset, item.num_bytes))
+        target = self._ring.data(offset, item.num_bytes)
+        if item.num_bytes > _SMALL_BYTES:
+            return self._pool.submit(self._reader.read_payload_into, item.digest, target)
+        self._reader.read_payload_into(item.digest, target)  # a thread would take longer
+        return None
 
 
 def place_in_circle(num_bytes: int, capacity: int, head: int, held: Sequence[tuple[int, int, int]]) -> int | None:

@@ -103,7 +103,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Pool]]:
         os.close(pool.fd)
 
 
-SIZES = [100, 0, 4096, 1, 777, 0, 65536, 3, 8, 12345]
+SIZES = [100, 0, 4096, 1, 777, 0, 66_000, 3, 8, 12345]  # the large one is read by a thread
 TOTAL = sum(SIZES)
 
 

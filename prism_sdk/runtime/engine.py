@@ -162,6 +162,7 @@ class BoundaryEngine:
         """Look up what the arrival of an operation will be worked out from."""
         if handle not in self._arrivals:
             self._terms[handle] = self.plan.terms(handle[0], shift=handle[1])
+            self._transfer(handle)
 
     def stand_in_at(self, met: tuple[int, int], meant: tuple[int, int]) -> None:
         """As `stand_in`, by handles."""
@@ -229,7 +230,8 @@ class BoundaryEngine:
         return self._arrivals[handle]
 
     def _terms_of(self, handle: tuple[int, int]) -> tuple[Term, ...]:
-        return self._terms.get(handle) or self.plan.terms(handle[0], shift=handle[1])
+        terms = self._terms.get(handle)  # none at all of what waits for nobody
+        return self.plan.terms(handle[0], shift=handle[1]) if terms is None else terms
 
     def _unknown(self, terms: tuple[Term, ...]) -> list[tuple[int, int]]:
         """Sources whose arrival is not known yet."""

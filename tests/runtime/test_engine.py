@@ -58,6 +58,28 @@ def test_one_rank_alone(seed: int, other: int) -> None:
         assert engine.completion(handles[j]) == due >= arrivals[j]
 
 
+@settings(max_examples=50, deadline=None)
+@given(SEEDS, SEEDS)
+def test_nothing_is_looked_up_any_more_at_an_arrival_that_was_prepared(seed: int, other: int) -> None:
+    """Also not of operations that wait for nobody: what that takes, their release is late by."""
+    plan = plan_of(seed, num_sandbox=1)
+    rng = random.Random(other)
+    posts = [10**6 + rng.randint(0, 5000) for _ in range(len(plan))]
+    (rank,) = plan.sandbox_ranks
+    engine = BoundaryEngine(plan, rank, None)
+    engine.start_at(10**6)
+    for j in range(len(plan)):
+        engine.prepare((j, 0))
+        engine.post_at((j, 0), posts[j])
+    arrivals, completions = evaluate(plan, posts, origin_ns=10**6)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("terms", "members"):
+            patch.delattr(BoundaryPlan, name)
+        for j in range(len(plan)):
+            assert engine.arrival((j, 0)) == arrivals[j]
+            assert engine.transfer((j, 0)) == completions[j][rank] - arrivals[j]
+
+
 @settings(max_examples=100, deadline=None)
 @given(SEEDS, SEEDS)
 def test_several_ranks_agree_through_the_board(seed: int, other: int) -> None:

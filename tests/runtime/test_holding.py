@@ -354,17 +354,20 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(torch.cuda, "_compile_kernel", compile_kernel, raising=False)
     gates = torch.zeros(4, dtype=torch.int32)
-    kernel = HoldKernel(words, gates, 24)
-    collective = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(2)], None, SUM))
-    message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(2)], None, 2, 0))
+    memory = torch.zeros(64, dtype=torch.uint8)
+    kernel = HoldKernel(words, gates, memory, 24)
+    collective = OPERATORS["allreduce_"](GROUP, lambda: None, ([torch.zeros(3 * 24 * 640 * 4)], None, SUM))
+    message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(4 * 16 * 640 * 4 + 1)], None, 2, 0))
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
         kernel.hold(call, word, 5 + word, Queue(3))
     for i, (launch, blocks) in enumerate(zip(launches, (24, 16, 1), strict=True)):
         assert (launch["grid"], launch["block"]) == ((blocks, 1, 1), (640, 1, 1))
-        flag, ticket, gate, *_, until, _ = launch["args"]
-        assert (flag.data_ptr(), ticket, until) == (words.data_ptr() + 4 * i, 5 + i, -1)  # -1: until it is released
+        flag, ticket, gate, room, num_elements, num_moves = launch["args"]
+        assert (flag.data_ptr(), ticket) == (words.data_ptr() + 4 * i, 5 + i)
         assert gate.data_ptr() == gates.data_ptr() + 4 * (1 + i)
+        # each thread moves 16 bytes at a time, and all of them together what the operation brings
+        assert (room is memory, num_elements, num_moves) == (True, 4, (3, 4, 0)[i])
     monkeypatch.setattr(torch.cuda, "_compile_kernel", None, raising=False)
     with pytest.raises(UnsupportedError, match=r"-O occupy: torch .* does not compile kernels"):
-        HoldKernel(words, gates, 24)
+        HoldKernel(words, gates, memory, 24)

@@ -36,7 +36,7 @@ from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
 from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, needs_filling, warm_up
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
-from prism_sdk.runtime.oncuda.occupying import hold_kernel
+from prism_sdk.runtime.oncuda.occupying import MEMORY_BYTES, hold_kernel
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, place_scratch
 from prism_sdk.runtime.prefetch import Consumer
 from prismtrace import Op
@@ -103,15 +103,17 @@ class StreamHold:
             driver.register(ctypes.addressof(ctypes.c_char.from_buffer(ring)), len(ring))
         except DriverError:
             self.counts.num_unpinned = 1  # copies then go through the driver's own buffers
-        wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES))) + _GATES_BYTES
+        beside = _GATES_BYTES + MEMORY_BYTES
+        wanted = pool_bytes_for(script, limit=int(options.get("device_pool_bytes", _POOL_BYTES))) + beside
         try:
             address = driver.allocate(wanted)
         except DriverError:  # of a device that is nearly full
-            wanted = pool_bytes_for(script, limit=0) + _GATES_BYTES
+            wanted = pool_bytes_for(script, limit=0) + beside
             address = driver.allocate(wanted)
         self.pool_bytes = wanted
         whole = torch.as_tensor(DeviceMemory(address, wanted), device=device)
-        gates, memory = whole[:_GATES_BYTES].view(torch.int32).zero_(), whole[_GATES_BYTES:]
+        gates, moved, memory = torch.split(whole, [_GATES_BYTES, MEMORY_BYTES, wanted - beside])
+        gates = gates.view(torch.int32).zero_()
         warm_up(memory)
         torch.cuda.synchronize(device)  # before anything is copied there
         copier = _DeviceCopier(driver, memory.data_ptr(), device)
@@ -121,7 +123,8 @@ class StreamHold:
         self._compensator: Compensator | None = None
         with contextlib.suppress(Exception):  # a torch that compiles no kernels: filling takes five steps then
             self._compensator = Compensator()
-        self._hold_kernel = None if joining is not None else hold_kernel(self._words, gates, options.get("occupy"))
+        is_alone = joining is None
+        self._hold_kernel = hold_kernel(self._words, gates, moved, options.get("occupy")) if is_alone else None
         self._sides: dict[tuple[int, ...], tuple[Any, Any]] = {}  # of communicators
         self._seen: dict[tuple[int, int, int], Any] = {}  # the program's streams, by torch's names for them
         self._lanes: dict[int, int] = {}  # streams that arrive -> number

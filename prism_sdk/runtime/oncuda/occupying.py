@@ -28,26 +28,16 @@ NUM_BLOCKS, NUM_THREADS = 24, 640
 """Thread blocks and threads in each; NCCL 2.28 launches so many between two H200s over NVLink."""
 
 _MESSAGE_BLOCKS = 16  # NCCL's channels of a message between two ranks, as measured there
-_UNTIL_RELEASED = -1
-
 _LONGEST_NS = 1_000_000_000
-_MEMORY_BYTES = 64 << 20  # more than caches hold
+MEMORY_BYTES = 64 << 20
+"""What kernels that occupy read and write: more than caches hold."""
+
+_ELEMENT_BYTES = 16
 _CYCLES_TO_MEASURE = 4_000_000
 
-_SOURCE = r"""
+_FOR_A_TIME = r"""
 extern "C" __global__ void __launch_bounds__(640) prism_occupy(
-    const volatile unsigned* flag, unsigned ticket, int4* memory, int num_elements, int wait_ns, int duration_ns) {
-    if (wait_ns < 0) {
-        volatile unsigned* gate = (volatile unsigned*)memory;
-        if (threadIdx.x == 0 && blockIdx.x == 0) {
-            while ((int)(*flag - ticket) < 0) __nanosleep(100);
-            *gate = ticket;
-        } else if (threadIdx.x == 0) {
-            while ((int)(*gate - ticket) < 0) __nanosleep(100);
-        }
-        __syncthreads();
-        return;
-    }
+    int4* memory, int num_elements, int wait_ns, int duration_ns) {
     unsigned long long start, now;
     asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
     for (now = start; now - start < (unsigned long long)wait_ns;) {
@@ -67,30 +57,62 @@ extern "C" __global__ void __launch_bounds__(640) prism_occupy(
     } while (now - start < (unsigned long long)duration_ns);
 }
 """
+
+# One thread asks the host, which is slow and holds up others; all look at the gate that it opens.
+_UNTIL_RELEASED = r"""
+extern "C" __global__ void __launch_bounds__(640) prism_hold(
+    const volatile unsigned* flag, unsigned ticket, volatile unsigned* gate, int4* memory, int num_elements,
+    int num_moves) {
+    bool asks = threadIdx.x == 0 && blockIdx.x == 0;
+    int at = blockIdx.x * blockDim.x + threadIdx.x;
+    for (int move = 0; move < num_moves; ++move) {
+        if (move % 4 == 0) {
+            if (asks && (int)(*flag - ticket) >= 0) *gate = ticket;
+            if ((int)(*gate - ticket) >= 0) return;
+        }
+        int4 value = memory[at];
+        value.x += 1;
+        memory[at] = value;
+        at += gridDim.x * blockDim.x;
+        if (at >= num_elements) at -= num_elements;
+    }
+    if (asks) {
+        while ((int)(*flag - ticket) < 0) __nanosleep(100);
+        *gate = ticket;
+    } else if (threadIdx.x == 0) {
+        while ((int)(*gate - ticket) < 0) __nanosleep(100);
+    }
+    __syncthreads();
+}
+"""
+_POINTER, _WORD, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
+_TYPES = {
+    "prism_occupy": (_POINTER, _INT, _INT, _INT),
+    "prism_hold": (_POINTER, _WORD, _POINTER, _POINTER, _INT, _INT),
+}
 Launch = Callable[[int, list[Any], Any], None]
 
 
-def compile_kernel() -> Launch:
-    """The kernel for the device at hand: launches it with a number of blocks, its arguments, and on a stream.
+def compile_kernel(source: str, name: str) -> Launch:
+    """A kernel for the device at hand: launches it with a number of blocks, its arguments, and on a stream.
 
     Raises whatever torch does where it cannot compile, RuntimeError where it offers nothing.
     """
     compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compiler is None:
         raise RuntimeError(f"torch {torch.__version__} does not compile kernels")
-    kernel = compiler(_SOURCE, "prism_occupy")
+    kernel = compiler(source, name)
     function = getattr(kernel, "func", None)
     if function is not None:
-        return _launch_directly(function)
+        return _launch_directly(function, _TYPES[name])
     return lambda blocks, arguments, stream: kernel(
         grid=(blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments, stream=stream
     )
 
 
-def _launch_directly(function: Any) -> Launch:
+def _launch_directly(function: Any, types: tuple[Any, ...]) -> Launch:
     """By the driver: torch's own way takes the host five times as long, for each operation of a program."""
     driver = Driver()
-    types = (ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p, *[ctypes.c_int] * 3)  # as in _SOURCE
 
     def launch(blocks: int, arguments: list[Any], stream: Any) -> None:
         plain = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
@@ -108,37 +130,44 @@ def blocks_for(call: Call, num_blocks: int) -> int:
 
 
 class HoldKernel:
-    """Occupies streams until they are released.
+    """Occupies streams until they are released, and moves as many bytes of memory as the operation brings meanwhile.
 
     Of each kernel one block looks at the host's memory, the others at a word of the device's that it sets: four blocks
-    that ask the host all the time make kernels beside them take up to eight times as long.
+    that ask the host all the time make kernels beside them take up to four times as long.
     """
 
-    def __init__(self, flags: torch.Tensor, gates: torch.Tensor, num_blocks: int) -> None:
+    def __init__(self, flags: torch.Tensor, gates: torch.Tensor, memory: torch.Tensor, num_blocks: int) -> None:
         """`flags`: the 32-bit words that the device shares with the releaser; `gates`: others, 0, on the device.
 
-        Raises UnsupportedError.
+        `memory`: what is moved, flat bytes of the device. Raises UnsupportedError.
         """
-        self.num_blocks, self._flags, self._gates = num_blocks, flags, gates
+        self.num_blocks, self._flags, self._gates, self._memory = num_blocks, flags, gates, memory
         try:
-            self._launch = compile_kernel()
+            self._launch = compile_kernel(_UNTIL_RELEASED, "prism_hold")
         except Exception as error:
             hint = "leave the option out: streams are then held without taking SMs"
             raise UnsupportedError(f"-O occupy: {error}", hint=hint) from error
 
     def hold(self, call: Call, word: int, ticket: int, stream: Any) -> None:
         """`stream` goes on once word `word` is `ticket`."""
-        gate = ticket % len(self._gates)
-        arguments = [self._flags[word : word + 1], ticket, self._gates[gate : gate + 1], 0, _UNTIL_RELEASED, 0]
-        self._launch(blocks_for(call, self.num_blocks), arguments, stream)
+        blocks, gate = blocks_for(call, self.num_blocks), ticket % len(self._gates)
+        num_bytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (call.contribution, call.outputs))
+        arguments = [
+            self._flags[word : word + 1], ticket, self._gates[gate : gate + 1], self._memory,
+            self._memory.numel() // _ELEMENT_BYTES, num_bytes // (blocks * NUM_THREADS * _ELEMENT_BYTES),
+        ]  # fmt: skip
+        self._launch(blocks, arguments, stream)
 
 
-def hold_kernel(flags: torch.Tensor, gates: torch.Tensor, option: str | None) -> HoldKernel | None:
+def hold_kernel(
+    flags: torch.Tensor, gates: torch.Tensor, memory: torch.Tensor, option: str | None
+) -> HoldKernel | None:
     """What holds streams; None where they wait without taking processors.
 
     Args:
         flags: the words that the device shares with the releaser.
         gates: as many words of the device as operations may be held at once.
+        memory: what is moved meanwhile.
         option: the value of `-O occupy`; absent: as many blocks as in a calibration, where torch compiles kernels.
 
     Raises:
@@ -148,7 +177,7 @@ def hold_kernel(flags: torch.Tensor, gates: torch.Tensor, option: str | None) ->
     if not num_blocks:
         return None
     try:
-        return HoldKernel(flags, gates, num_blocks)
+        return HoldKernel(flags, gates, memory, num_blocks)
     except UnsupportedError:
         if option is not None:
             raise
@@ -185,7 +214,7 @@ class Occupier:
     def _prepare(self) -> Callable[[int, int, int], None]:
         if self._num_blocks:
             with contextlib.suppress(Exception):  # no NVRTC, an older driver: the spinning thread is left
-                return self._kernel(compile_kernel())
+                return self._kernel(compile_kernel(_FOR_A_TIME, "prism_occupy"))
         sleep: Any = getattr(torch.cuda, "_sleep", None)
         if sleep is None:
             self.kind = "nothing"
@@ -195,11 +224,11 @@ class Occupier:
         return lambda blocks, wait_ns, duration_ns: sleep(round((wait_ns + duration_ns) * per_ns))
 
     def _kernel(self, launch: Launch) -> Callable[[int, int, int], None]:
-        memory = torch.zeros(_MEMORY_BYTES // 4, dtype=torch.int32, device="cuda")
-        count = _MEMORY_BYTES // 16
+        memory = torch.zeros(MEMORY_BYTES // 4, dtype=torch.int32, device="cuda")
+        count = MEMORY_BYTES // _ELEMENT_BYTES
 
         def run(blocks: int, wait_ns: int, duration_ns: int) -> None:
-            launch(blocks, [memory, 0, memory, count, wait_ns, duration_ns], torch.cuda.current_stream())
+            launch(blocks, [memory, count, wait_ns, duration_ns], torch.cuda.current_stream())
 
         run(1, 0, 1)
         torch.cuda.synchronize()  # whether it runs at all shows now

@@ -323,7 +323,8 @@ class RankHost:
     def _rank_failed(self, process: RankProcess) -> PrismError:
         error = RankFailedError(process.rank, exit_code=process.exit_code or 1, traceback_text=process.error)
         last = process.error.rstrip().rpartition("\n")[2].lower()
-        if any(word in last for word in ("cuda", "nccl", "nvidia")) and self.specs[process.rank].device != "cpu" and not num_gpus():
+        wants_gpus = any(word in last for word in ("cuda", "nccl", "nvidia"))
+        if wants_gpus and self.specs[process.rank].device != "cpu" and not num_gpus():
             error.hint = "no GPU is here: --device cpu runs a script for GPUs on CPUs, for structure and numbers"
         return error
 

@@ -104,11 +104,13 @@ class Slices(CalibrationStrategy):
         for index in range(max(options.passes, 1)):
             traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
             measured += [JobGraph.load(trace) for trace in traces]
-            if index == 0 and (difference := first_difference(base, measured)) is not None:
-                context.report(
-                    f"slices do not do what was recorded: {difference}; where no slice shows a step, times of the "
-                    "recording stand in, which mean little"
-                )
+            if index == 0:
+                difference = first_difference(base, measured, stands_for=job.stands_for)
+                if difference is not None:
+                    context.report(
+                        f"slices do not do what was recorded: {difference}; times of the recording, which mean little, "
+                        "stand in for steps that no slice shows"
+                    )
             waited = _cpu_wait_percent(traces)
             if waited is not None and waited > _BUSY_PERCENT:
                 context.report(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from prism_sdk.graph.calibrate import Int64Array, Key, structures_of
+from prism_sdk.graph.calibrate import Int64Array, structures_of
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.wording import counted
 
@@ -15,13 +15,22 @@ __all__ = ["first_difference"]
 _COMMUNICATION = ("kind", "op", "group_id", "peer")
 
 
-def first_difference(graph: JobGraph, runs: Sequence[JobGraph]) -> str | None:
-    """The first rank of a run that has a step whose units no step of the rank in the graph has; None where none has."""
-    known: set[Key] = {key for keys in structures_of(graph).values() for key in keys}
-    for run in runs:
-        for segment, (_, key) in structures_of(run).items():
-            if key not in known and segment.rank in graph.ranks:
-                return _difference(graph, run, segment.rank, segment.step)
+def first_difference(
+    graph: JobGraph, runs: Sequence[JobGraph], *, stands_for: Mapping[int, int] | None = None
+) -> str | None:
+    """What a run does otherwise in the first step of the graph that none shows; None where all steps are shown.
+
+    Args:
+        graph: the job.
+        runs: what ran of it, each rank in one of them.
+        stands_for: by rank the one that ran in its place.
+    """
+    shown = {key for run in runs for keys in structures_of(run).values() for key in keys}
+    for segment, keys in structures_of(graph, stands_for=stands_for).items():
+        if shown.isdisjoint(keys):
+            rank = keys[0][0]
+            run = next((one for one in runs if rank in one.ranks), None)
+            return f"rank {rank} did not run" if run is None else _difference(graph, run, rank, segment.step)
     return None
 
 
@@ -40,7 +49,7 @@ def _difference(graph: JobGraph, run: JobGraph, rank: int, step: int) -> str:
         return f"rank {rank} communicates {counted(len(found), 'time')}, in the graph {len(expected)}"
     units, in_graph = (int((one.columns["step"][one.rows(rank)] == step).sum()) for one in (run, graph))
     return (
-        f"rank {rank} communicates as recorded, and its computing is cut otherwise: "
+        f"rank {rank} communicates as recorded, and its computing or waiting is cut otherwise: "
         f"step {step} has {counted(units, 'unit')}, in the graph {in_graph}"
     )
 

@@ -123,15 +123,18 @@ def test_counts_may_differ_between_steps_of_one_structure() -> None:
 
 def test_what_a_run_does_otherwise_is_named() -> None:
     graph = _steps({0: [9] * 3, 1: [9] * 3}).graph()
-    run = _observed(schedule(graph), ranks=[1])
-    assert first_difference(graph, [run, run]) is None
+    run = schedule(graph)
+    alone = [_observed(run, ranks=[rank]) for rank in (0, 1)]
+    assert first_difference(graph, alone) is None
+    assert first_difference(graph, alone[:1]) == "rank 1 did not run"
+    assert first_difference(graph, alone[:1], stands_for={1: 0}) is None
     cut = _steps({0: [9] * 3, 1: [9] * 3})
     cut.rows[1].append({**cut.rows[1][0], "step": 2})  # an adapter names what is behind the last unit
-    text = first_difference(graph, [run, cut.graph()])
+    assert first_difference(graph, [cut.graph()]) is None, "the other steps show this one"
     units = len(graph.columns["step"][graph.rows(1)]) // 3
-    assert text == (
-        "rank 1 communicates as recorded, and its computing is cut otherwise: "
-        f"step 2 has {units + 1} units, in the graph {units}"
+    assert first_difference(cut.graph(), alone) == (
+        "rank 1 communicates as recorded, and its computing or waiting is cut otherwise: "
+        f"step 2 has {units} units, in the graph {units + 1}"
     )
     fewer = _steps({0: [9] * 2, 1: [9] * 2})
     for rows in fewer.rows.values():

@@ -119,7 +119,7 @@ def test_an_adapter_that_cuts_otherwise_is_told_from_a_program_that_does(bench: 
     other.write_text(ADAPTER.replace('namer.enter("optimizer", part="optimizer")', "None"))
     done = bench.calibrate(other)
     assert done.code == 1
-    assert "rank 0 communicates as recorded, and its computing is cut otherwise: step 0 has " in done.err
+    assert "rank 0 communicates as recorded, and its computing or waiting is cut otherwise: step 0 has " in done.err
     assert f"no slice shows any step of {bench.recorded.trace}" in done.err and "its adapters" in done.err
 
 

@@ -193,6 +193,11 @@ class AdapterHook:
     max_version: str | None = None
     option: str | None = None
 
+    def __post_init__(self) -> None:
+        for version in (self.min_version, self.max_version):
+            if version is not None and not version[:1].isdecimal():
+                raise ValueError(f"{self.module}.{self.attribute}: {version!r} is no version: a number first")
+
 
 class UnitNamer(Protocol):
     """Where an adapter says what the rank is doing. The runtime implements it, one object for each adapter of a rank.

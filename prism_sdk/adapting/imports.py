@@ -9,7 +9,27 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["AfterImport"]
+__all__ = ["AfterImport", "is_missing"]
+
+
+def is_missing(module: str) -> bool:
+    """Whether a loaded package lacks this module. Nothing is imported: what is not loaded is not looked into."""
+    names = module.split(".")
+    if names[0] not in sys.modules:
+        return False
+    for depth in range(1, len(names)):
+        parent, name = ".".join(names[:depth]), ".".join(names[: depth + 1])
+        if name not in sys.modules:
+            path = getattr(sys.modules[parent], "__path__", None)
+            return path is None or not any(_finds(finder, name, path) for finder in sys.meta_path)
+    return False
+
+
+def _finds(finder: Any, name: str, path: Any) -> bool:
+    try:
+        return finder.find_spec(name, path) is not None
+    except Exception:  # somebody else's finder: who knows what it would have found
+        return True
 
 
 class _Loader(importlib.abc.Loader):

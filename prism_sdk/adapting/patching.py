@@ -18,7 +18,7 @@ from typing import Any
 
 from prism_sdk.abc import AdapterHook, FrameworkAdapter, UnitNamer
 from prism_sdk.adapting.compiling import Compiler
-from prism_sdk.adapting.imports import AfterImport
+from prism_sdk.adapting.imports import AfterImport, is_missing
 from prism_sdk.adapting.places import MISSING, Place, around_function, copies_of, find_hook, modules_beside
 from prism_sdk.adapting.replaced import Replacements, Wrapped, look_like
 
@@ -56,10 +56,11 @@ class PatchingAdapter(FrameworkAdapter):
     @contextlib.contextmanager
     def activate(self, namer: UnitNamer) -> Iterator[None]:
         """Wrap each hook once its module is imported; on exit put everything back."""
-        patches = _Patches(self.distribution, namer)
+        around = self.around(namer)
+        patches = _Patches(self.distribution, namer, around)
         finder = AfterImport()
         by_module: dict[str, list[Around]] = {}
-        for one in self.around(namer):
+        for one in around:
             by_module.setdefault(one.hook.module, []).append(one)
         try:
             for module, ones in by_module.items():
@@ -73,14 +74,15 @@ class PatchingAdapter(FrameworkAdapter):
 class _Patches:
     """The wrappers of one activation."""
 
-    def __init__(self, distribution: str, namer: UnitNamer) -> None:
+    def __init__(self, distribution: str, namer: UnitNamer, around: Sequence[Around]) -> None:
         self._distribution = distribution
         self._version: str | None = None
         self._namer = namer
         self._applied: list[tuple[Place, Any, Any]] = []  # what was the place's own, and ours
         self._beside: list[ModuleType] | None = None  # other modules of the package that is at hand
+        self._unseen: Sequence[AdapterHook] = [one.hook for one in around]  # whose modules are to be looked for
         self._replacements = Replacements(namer)
-        namer.watch(step_ends=self._replacements.step_ends, group_begins=self._replacements.look_at_places)
+        namer.watch(step_ends=self._step_ends, group_begins=self._replacements.look_at_places)
 
     def apply(self, ones: Sequence[Around]) -> None:
         """Wrap what these say of one module; never raises: it runs inside the framework's import."""
@@ -93,18 +95,11 @@ class _Patches:
 
     def _apply(self, one: Around) -> None:
         hook = one.hook
-        if hook.option is not None and not self._namer.is_given(hook.option):
-            return
-        if self._version is None:
-            self._version = version_of(self._distribution)
-        if not version_in_bounds(self._version, hook):
+        if not self._is_expected(hook):
             return
         place = find_hook(hook)
         if place is None:
-            if hook.required:
-                self._namer.lower(
-                    f"hook {hook.module}.{hook.attribute} is absent in {self._distribution} {self._version}"
-                )
+            self._is_absent(hook)
             return
         value = place.get()
         if value is MISSING:  # as a module may have it that makes attributes when they are asked for
@@ -118,6 +113,28 @@ class _Patches:
             for copy in copies_of(value, self._beside):
                 self._put(copy, wrapped.wrapper)
 
+    def _is_expected(self, hook: AdapterHook) -> bool:
+        if hook.option is not None and not self._namer.is_given(hook.option):
+            return False
+        if self._version is None:
+            self._version = version_of(self._distribution)
+        return version_in_bounds(self._version, hook)
+
+    def _is_absent(self, hook: AdapterHook) -> None:
+        if hook.required:
+            self._namer.lower(f"hook {hook.module}.{hook.attribute} is absent in {self._distribution} {self._version}")
+
+    def _step_ends(self) -> None:
+        self._look_for_modules()
+        self._replacements.step_ends()
+
+    def _look_for_modules(self) -> None:
+        """Report once, where the framework has been loaded, hooks in modules that it does not have."""
+        unseen, self._unseen = self._unseen, ()
+        for hook in unseen:
+            if is_missing(hook.module) and self._is_expected(hook):
+                self._is_absent(hook)
+
     def _put(self, place: Place, ours: Any) -> None:
         self._applied.append((place, place.own(), ours))
         place.put(ours)
@@ -125,6 +142,7 @@ class _Patches:
     def restore(self) -> None:
         """Put back what is still ours; what somebody else has wrapped since stays, and does nothing."""
         try:
+            self._look_for_modules()
             self._replacements.close()
         finally:
             for place, own, ours in reversed(self._applied):

@@ -203,7 +203,7 @@ def analyze(
     costs = layer_costs(source, found.loaded, column=by)
     if not costs:
         raise UsageError(
-            f"{source.path}: no unit of a step has a value of {by!r}",
+            f"{source.path}: no unit of a step has a name or one whole number in {by!r}",
             hint="`prism cat FILE --columns NAME` shows a column; adapters give prism.part and prism.layer",
         )
     return replace(found, by=by, costs_by=costs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from prism_sdk.graph.calibrate import Calibration, relative_change
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.observed_transfers import observed_transfers
 from prism_sdk.graph.prediction import Prediction, predict_step_time
+from prism_sdk.graph.unlike import first_difference
 from prism_sdk.hookspecs import hookimpl
 from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.oncuda.usage import OTHERS_KEY, others_of
@@ -92,7 +93,7 @@ class Slices(CalibrationStrategy):
             graph_path = context.work_dir / "modelled.prism"
             columns = {rank: {"transfer_ns": modelled.transfer_ns[graph.rows(rank)]} for rank in graph.ranks}
             write_times(job.path, columns, graph_path, GraphKind.BARE, {}, with_payloads=False)
-            base = JobGraph.load(graph_path)
+            base = replace(JobGraph.load(graph_path), source=graph.source)
         measured: list[JobGraph] = []
         passes: list[CalibrationPass] = []
         prediction: Prediction | None = None
@@ -103,6 +104,13 @@ class Slices(CalibrationStrategy):
         for index in range(max(options.passes, 1)):
             traces = context.run_slices(slices, graph_path=graph_path, label=f"pass {index + 1}")
             measured += [JobGraph.load(trace) for trace in traces]
+            if index == 0:
+                difference = first_difference(base, measured, stands_for=job.stands_for)
+                if difference is not None:
+                    context.report(
+                        f"slices do not do what was recorded: {difference}; times of the recording, which mean little, "
+                        "stand in for steps that no slice shows"
+                    )
             waited = _cpu_wait_percent(traces)
             if waited is not None and waited > _BUSY_PERCENT:
                 context.report(

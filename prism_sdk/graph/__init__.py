@@ -12,6 +12,7 @@ A map for newcomers, in the order of dependence:
     shares               shared_anew(): what is a rank's in a group of another size
     folding              folded_graph(): of a large job the ranks that differ, for the plan of a sandbox
     calibrate            merge_slices(): weights from measured slices into a bare graph
+    unlike               first_difference(): how such a slice differs from the graph
     prediction           predict_step_time(): what variation adds, and an interval
     compare, report      compare_traces(): real runs beside other runs
 """

@@ -311,7 +311,8 @@ def merge_samples(
         num_samples[segment.begin : segment.end] = count
     if not num_samples.any():
         raise GraphError(f"no slice shows any step of {graph.source}",
-                         hint="slices must run the same script with the same arguments as the recording")  # fmt: skip
+                         hint="slices must run the script of the recording with its arguments and its adapters, "
+                              "as they were: names cut computing into units")  # fmt: skip
     is_compute, is_wait = kind == UnitKind.COMPUTE, kind == UnitKind.WAIT
     duration, transfer = found["duration_ns"], found["transfer_ns"]
     is_measured = np.where(is_compute, duration != ABSENT, np.where(is_wait, num_samples > 0, transfer != ABSENT))

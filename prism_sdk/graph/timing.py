@@ -36,6 +36,9 @@ __all__ = ["Schedule", "Timing", "schedule"]
 
 Int64Array = npt.NDArray[np.int64]
 
+# above every step, so that rank and step are one number; absent steps are below 0
+_NUM_STEPS = 2**33
+
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
@@ -126,20 +129,45 @@ class Schedule:
         return int(self.host_ns[last].max())
 
 
+def step_bounds(
+    step: npt.NDArray[np.integer[Any]], phase: npt.NDArray[np.integer[Any]], offsets: npt.NDArray[np.integer[Any]]
+) -> tuple[Int64Array, Int64Array, Int64Array, npt.NDArray[np.bool_]]:
+    """The steps of ranks: place of the rank, which step, the row behind its last one, and whether it is whole.
+
+    A step is whole where the optimizer ran behind a backward pass. What an optimizer still does behind the end of its
+    step (clearing gradients, gathering parameters) are the first rows of the next one, which may be no more than the
+    end of the job. Of a rank that has no such step those with any row of an optimizer count, or else all.
+
+    Args:
+        step, phase: (N,) the columns of the rows of all ranks, in order.
+        offsets: (R + 1,) where the rows of each rank begin.
+    """
+    if not len(step):
+        none = np.zeros(0, dtype=np.int64)
+        return none, none, none, np.zeros(0, dtype=np.bool_)
+    running = np.maximum.accumulate(np.repeat(np.arange(len(offsets) - 1), np.diff(offsets)) * _NUM_STEPS + step)
+    ends = np.append(np.flatnonzero(running[1:] != running[:-1]) + 1, len(step))
+    begins, row = np.append(0, ends[:-1]), np.arange(len(step))
+    place = np.searchsorted(offsets, begins, side="right") - 1
+    optimizer = np.maximum.reduceat(np.where(phase == Phase.OPTIMIZER, row, -1), begins)
+    backward = np.minimum.reduceat(np.where(phase == Phase.BACKWARD, row, len(step)), begins)
+    is_whole = optimizer > backward
+    for fallback in (optimizer >= 0, np.ones(len(ends), dtype=np.bool_)):
+        is_whole |= fallback & ~np.isin(place, place[is_whole])
+    return place, running[begins] - place * _NUM_STEPS, ends, is_whole
+
+
 def whole_steps(
     graph: JobGraph, place: npt.NDArray[np.integer[Any]], step: npt.NDArray[np.integer[Any]]
 ) -> npt.NDArray[np.bool_]:
-    """(N,) whether a rank ran its optimizer in a step; of a rank that never did all steps are whole.
+    """(N,) which steps are whole, as `step_bounds` has it.
 
     Args:
         graph: the job.
         place, step: (N,) places of ranks in the graph, and steps of theirs.
     """
-    rows = np.flatnonzero(graph.columns["phase"] == Phase.OPTIMIZER)
-    of_rows = np.searchsorted(graph.offsets, rows, side="right") - 1
-    num_steps = 2**32
-    optimized = np.isin(place * num_steps + step, of_rows * num_steps + graph.columns["step"][rows])
-    return optimized | ~np.isin(place, of_rows)
+    of_rank, which, _, is_whole = step_bounds(graph.columns["step"], graph.columns["phase"], graph.offsets)
+    return np.isin(place * _NUM_STEPS + step, (of_rank * _NUM_STEPS + which)[is_whole])
 
 
 def job_steps_ns(

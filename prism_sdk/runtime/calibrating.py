@@ -153,8 +153,10 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     try:
         with TraceReader(config.graph) as reader:
             world_size, wants_gpus = reader.world_size, uses_gpus(reader, device=config.device)
+            recorded = reader.metadata
     except OSError as error:
         raise UnreadableError(str(config.graph), reason=str(error)) from error
+    _check_adapters(config, recorded)
     num_devices = num_gpus() if wants_gpus else 0
     if num_devices and config.engine is not None:
         raise UsageError("slices on GPUs run on this machine alone", hint="leave --engine out")
@@ -182,6 +184,23 @@ def calibrate(config: LaunchConfig, progress: Progress) -> LaunchResult:
     progress.say(_sentence(result))
     summary = asdict(result) | {"output": str(result.output)}
     return LaunchResult(0, result.output, world_size, round(progress.elapsed_s * 1e9), summary)
+
+
+def _check_adapters(config: LaunchConfig, recorded: Mapping[str, str]) -> None:
+    """Refuse a graph whose names cannot be given again: no slice would have its units."""
+    if config.adapters is not None:
+        return
+    of_ranks = [names for key, names in recorded.items() if key.startswith("rank.") and key.endswith(".adapters")]
+    manager = PluginManager(named=config.plugins, only=("adapter",))
+    for name in sorted({name for names in of_ranks for name in names.split(",") if name} - set(manager.adapters())):
+        try:
+            manager.adapter(name)
+        except PrismError as error:
+            error.hint = (
+                f"units of {config.graph} have names of that adapter: install or load its plugin (--plugin), or record "
+                f"without it\n  {error.hint}"
+            )
+            raise
 
 
 def _sentence(result: CalibrationResult) -> str:

@@ -118,7 +118,8 @@ class Cursor:
 
 _OTHER_ROUTING = (
     "the sizes of an all-to-all with splits follow from data: this rank routed its tokens otherwise than in the "
-    "recording, by other data, another seed or other weights. Run what was recorded, or record it again: prism record"
+    "recording, by other data, another seed, other weights or another --moe-skew. Run what was recorded, or record it "
+    "again: prism record"
 )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Mapping, Sequence
 
+from prism_sdk.plugins import PluginRecord
 from prism_sdk.wording import counted
 
 
@@ -18,3 +19,15 @@ def report_lowered(facts: Sequence[Mapping[str, object]]) -> None:
     for reason, num_ranks in reasons.items():
         with contextlib.suppress(OSError):
             sys.stderr.write(f"prism: names are not complete ({counted(num_ranks, 'rank')}): adapter {reason}\n")
+
+
+def report_broken(plugins: Sequence[PluginRecord]) -> None:
+    """Say once on stderr which installed plugins cannot be loaded: names that they would give are missing."""
+    broken = [one for one in plugins if one.status == "broken"]
+    if broken:
+        found = f"{broken[0].name} ({broken[0].reason})" if len(broken) == 1 else ", ".join(one.name for one in broken)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(
+                f"prism: broken and left out, with any adapters of theirs: {found}; `prism plugins` lists why, "
+                "PRISM_DISABLE_PLUGINS=NAME leaves them out for good\n"
+            )

@@ -23,6 +23,7 @@ from prism_sdk.runtime import wire
 from prism_sdk.runtime.cpus import cpu_ticks, set_affinity
 from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.gauges import count_oom_kills
+from prism_sdk.runtime.gpus import num_gpus
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.oncuda.residence import MoveOptions
 from prism_sdk.runtime.peers import Peer
@@ -227,7 +228,7 @@ class RankHost:
         _, _, process.exit_code, process.error, process.summary, cause = message
         process.finished = True
         if process.exit_code:
-            self.fail(cause or _rank_failed(process))
+            self.fail(cause or self._rank_failed(process))
 
     def _from_forkserver(self) -> None:
         try:
@@ -262,7 +263,7 @@ class RankHost:
             process.exit_code = os.WEXITSTATUS(status)
             # os._exit(0) in the script is its right; any other silent end is a failure
             if process.exit_code:
-                self.fail(_rank_failed(process))
+                self.fail(self._rank_failed(process))
         self.policy.ended(rank)
 
     def _settle_failure(self) -> None:
@@ -319,6 +320,14 @@ class RankHost:
     def _all_gone(self, alive: Sequence[RankProcess]) -> bool:
         return all(process.exited for process in alive)
 
+    def _rank_failed(self, process: RankProcess) -> PrismError:
+        error = RankFailedError(process.rank, exit_code=process.exit_code or 1, traceback_text=process.error)
+        last = process.error.rstrip().rpartition("\n")[2].lower()
+        wants_gpus = any(word in last for word in ("cuda", "nccl", "nvidia"))
+        if wants_gpus and self.specs[process.rank].device != "cpu" and not num_gpus():
+            error.hint = "no GPU is here: --device cpu runs a script for GPUs on CPUs, for structure and numbers"
+        return error
+
     def _drain(self, process: RankProcess, events: int) -> None:
         """Read and drop: a rank that is ending must not block on a full socket."""
         process.hear(self._selector, events & selectors.EVENT_READ)
@@ -327,10 +336,6 @@ class RankHost:
 def adapters_of(specs: Sequence[RankSpec]) -> tuple[str, ...]:
     """What can be prepared for all ranks; plugins that the user named are loaded in the ranks only."""
     return () if not specs or specs[0].plugins else specs[0].adapters or ()
-
-
-def _rank_failed(process: RankProcess) -> PrismError:
-    return RankFailedError(process.rank, exit_code=process.exit_code or 1, traceback_text=process.error)
 
 
 def _rank_killed(process: RankProcess, num_ooms: int) -> PrismError:

@@ -24,7 +24,7 @@ from prism_sdk.plugins import PluginManager
 from prism_sdk.runtime.arena import create_arena
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, PayloadMode, StepRange
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
-from prism_sdk.runtime.fidelity import report_lowered
+from prism_sdk.runtime.fidelity import report_broken, report_lowered
 from prism_sdk.runtime.host import Policy
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ncclrecords import join_records, prepare_records
@@ -368,8 +368,10 @@ def _adapters(config: LaunchConfig, recorded: Mapping[str, str]) -> tuple[str, .
     """
     manager = PluginManager(named=config.plugins, only=("adapter",))
     if config.adapters is None:
-        names = recorded.get("job.adapters")
-        return tuple(manager.adapters()) if names is None else tuple(filter(None, names.split(",")))
+        if (names := recorded.get("job.adapters")) is not None:
+            return tuple(filter(None, names.split(",")))
+        report_broken(manager.records())
+        return tuple(manager.adapters())
     for name in config.adapters:
         manager.adapter(name)  # raises for a name that nobody registered
     return config.adapters

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from prism_sdk.bounds import MAX_BYTES
 from prism_sdk.graph.errors import GraphError
+from prism_sdk.graph.timing import step_bounds
 from prism_sdk.simulate import kernel
 from prism_sdk.simulate.compiling import call
 from prism_sdk.simulate.job import ALONE, Programs, SimJob
@@ -232,7 +233,10 @@ class Loader:
             self._programs[key] = len(self._programs)
             kept = {name: values.copy() for name, values in part.items()}
             kept["num_holds"] = num_holds
-            kept["bounds"], kept["bound_step"], kept["bound_is_whole"] = _step_bounds(c["step"], c["phase"])
+            _, which, kept["bounds"], kept["bound_is_whole"] = step_bounds(
+                c["step"], c["phase"], np.array([0, len(c["kind"])])
+            )
+            kept["bound_step"] = which.astype(np.int32)
             del kept["step"]
             self._parts.append(kept)
         return self._programs[key]
@@ -337,17 +341,3 @@ def _joined(parts: list[dict[str, Any]], labels: tuple[str, ...]) -> Programs:
     num_holds = np.array([part["num_holds"] for part in parts], dtype=np.int64)
     columns = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
     return Programs(offsets=row_offsets, bound_offsets=bound_offsets, num_holds=num_holds, labels=labels, **columns)
-
-
-def _step_bounds(
-    step: npt.NDArray[np.int32], phase: npt.NDArray[np.uint8]
-) -> tuple[Int64Array, npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-    """Where steps end (the row behind the last one), which they are, and which are whole: those with an optimizer."""
-    if not len(step):
-        return np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.bool_)
-    running = np.maximum.accumulate(step)
-    ends = np.append(np.flatnonzero(running[1:] != running[:-1]) + 1, len(step)).astype(np.int64)
-    optimizes = np.concatenate([[0], np.cumsum(phase == Phase.OPTIMIZER)])
-    has_optimizer = np.diff(optimizes[ends], prepend=0) > 0
-    # without any optimizer every step counts
-    return ends, running[ends - 1], has_optimizer if has_optimizer.any() else np.ones(len(ends), dtype=np.bool_)

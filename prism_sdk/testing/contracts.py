@@ -228,6 +228,17 @@ class FrameworkAdapterContract:
             if hook.required and self._is_expected(hook):
                 assert callable(_find(hook)), f"{hook.module}.{hook.attribute} does not exist"
 
+    def test_what_it_wraps_is_declared(self) -> None:
+        """What is not among the hooks is not looked at by tests of versions."""
+        adapter = self.make_adapter()
+        if not isinstance(adapter, PatchingAdapter):
+            pytest.skip("an adapter that wraps by itself has no table of what it wraps")
+        around = adapter.around(NullNamer())
+        undeclared = [one.hook.attribute for one in around if one.hook not in adapter.hooks()]
+        assert not undeclared, f"not in hooks(): {undeclared}"
+        idle = [one.hook.attribute for one in around if one.before is None and one.after is None]
+        assert not idle, f"neither before nor after: {idle}"
+
     def test_it_restores_what_it_wraps(self) -> None:
         adapter = self.make_adapter()
         hooks = [hook for hook in adapter.hooks() if self._is_expected(hook) and _exists(hook)]
@@ -290,6 +301,7 @@ def _check_replacing(adapter: FrameworkAdapter, hook: AdapterHook) -> None:
         ours = place.get()
         if ours is before:
             return
+        namer.reasons.clear()  # of other hooks that are absent: test_its_hooks_exist says that
         place.put(around_function(ours, lambda _: lambda *_, **__: None))
         namer.end_step()
         assert not namer.reasons, f"{hook.attribute} is said to be replaced by what nobody has called"

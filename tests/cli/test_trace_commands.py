@@ -11,7 +11,7 @@ import pytest
 import prismtrace
 from prism_sdk.cli.main import run
 from prism_sdk.testing.scripted import write_trace
-from prismtrace import GraphKind
+from prismtrace import GraphKind, ProcessGroup, TraceWriter
 
 
 @pytest.fixture
@@ -46,6 +46,23 @@ def test_info_json(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert values["size_bytes"] == trace.stat().st_size and values["finished"] is True
     assert values["ranks"][3]["step_ns_median"] == 2_000_000 and values["ranks"][3]["loss_last"] is None
     assert values["groups"][0]["ranks"] == [0, 1, 2, 3]
+
+
+def test_info_says_beside_a_group_what_it_is_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, group_id = tmp_path / "groups.prism", 14_679_016_272_539_019_784
+    facts = {f"group.{group_id}.purpose": "edp", "group.9.purpose": "of no group here", "rank.0.fidelity": "full"}
+    with TraceWriter(path, graph_kind=GraphKind.BARE, world_size=2, metadata=facts) as writer:
+        for number, name in ((group_id, "29"), (5, "30")):
+            writer.add_group(ProcessGroup(group_id=number, name=name, description="", backend="gloo", ranks=(0, 1)))
+    assert run(["info", str(path)]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["29", "edp", "gloo", "2", "0-1", str(group_id)] in lines
+    assert ["30", "-", "gloo", "2", "0-1", "5"] in lines
+    assert [line for line in lines if line[:1] and line[0].startswith("group.")] == [
+        ["group.9.purpose", "=", "of", "no", "group", "here"]
+    ]
+    assert run(["info", "--json", str(path)]) == 0
+    assert [group["purpose"] for group in as_json(capsys)["groups"]] == ["edp", None]
 
 
 def test_info_of_a_bare_graph_has_no_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

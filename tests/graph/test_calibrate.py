@@ -11,7 +11,8 @@ from prism_sdk.graph.job import COLUMN_TYPES, JobGraph
 from prism_sdk.graph.prediction import predict_step_time
 from prism_sdk.graph.statistics import bootstrap_interval, mean_known
 from prism_sdk.graph.timing import Schedule, Timing, schedule
-from prismtrace import ABSENT, GraphKind, UnitKind
+from prism_sdk.graph.unlike import first_difference
+from prismtrace import ABSENT, GraphKind, Op, UnitKind
 from tests.graph.jobs import Program, random_program
 
 
@@ -118,6 +119,35 @@ def test_counts_may_differ_between_steps_of_one_structure() -> None:
                     row |= {"num_elements_in": size + row["step"], "num_elements_out": size + row["step"]}
     result = merge_slices(slow.graph(), [_observed(schedule(run.graph()))])
     assert step_time_ns(result.timeline) == 187 and result.num_samples.max() == 3
+
+
+def test_what_a_run_does_otherwise_is_named() -> None:
+    graph = _steps({0: [9] * 3, 1: [9] * 3}).graph()
+    run = schedule(graph)
+    alone = [_observed(run, ranks=[rank]) for rank in (0, 1)]
+    assert first_difference(graph, alone) is None
+    assert first_difference(graph, alone[:1]) == "rank 1 did not run"
+    assert first_difference(graph, alone[:1], stands_for={1: 0}) is None
+    cut = _steps({0: [9] * 3, 1: [9] * 3})
+    cut.rows[1].append({**cut.rows[1][0], "step": 2})  # an adapter names what is behind the last unit
+    assert first_difference(graph, [cut.graph()]) is None, "the other steps show this one"
+    units = len(graph.columns["step"][graph.rows(1)]) // 3
+    assert first_difference(cut.graph(), alone) == (
+        "rank 1 communicates as recorded, and its computing or waiting is cut otherwise: "
+        f"step 2 has {units} units, in the graph {units + 1}"
+    )
+    fewer = _steps({0: [9] * 2, 1: [9] * 2})
+    for rows in fewer.rows.values():
+        for row in rows:
+            row["step"] = 0
+    assert first_difference(graph, [fewer.graph()]) == "rank 0 communicates 2 times, in the graph 3"
+    for rows in fewer.rows.values():
+        for row in rows:
+            if row["kind"] == UnitKind.COLLECTIVE:
+                row["op"] = int(Op.BARRIER)
+    text = first_difference(graph, [fewer.graph()])
+    assert text is not None and text.startswith("the graph has rank 0, unit ")
+    assert "all_reduce" in text and ", the run did rank 0, unit " in text and "barrier" in text
 
 
 def test_nothing_in_common_and_nothing_known_are_errors() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from prism_sdk.graph.errors import GraphDeadlockError, GraphError, MissingTimingError
 from prism_sdk.graph.job import JobGraph
-from prism_sdk.graph.timing import Timing, job_steps_ns, schedule
-from prismtrace import ABSENT
+from prism_sdk.graph.timing import Timing, job_steps_ns, schedule, step_bounds, whole_steps
+from prismtrace import ABSENT, ABSENT32, Phase
 from tests.graph.jobs import Program, oracle, random_program
 
 sys.setrecursionlimit(20_000)
@@ -80,6 +80,51 @@ def test_a_step_of_the_job_ends_with_its_last_rank() -> None:
     order = np.random.default_rng(0).permutation(len(step))
     assert job_steps_ns(step[order], ends[order], is_whole[order])[1].tolist() == [100, 100]
     assert job_steps_ns(step[:1], ends[:1], is_whole[:1])[1].tolist() == []
+
+
+_PASS = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("steps", "is_whole"),
+    [
+        # an adapter's stretch around the optimizer goes on behind the end of the step, also behind that of the last one
+        ([_PASS, (Phase.OPTIMIZER, *_PASS), (Phase.OPTIMIZER, Phase.OTHER)], [True, True, False]),
+        ([_PASS, (Phase.OPTIMIZER, Phase.FORWARD, Phase.OPTIMIZER)], [True, False]),
+        ([_PASS, (Phase.OPTIMIZER, Phase.FORWARD, Phase.BACKWARD)], [True, False]),  # a crash in the second step
+        ([_PASS, (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.BACKWARD)], [True, True]),
+        ([(Phase.FORWARD, Phase.OPTIMIZER), (Phase.FORWARD,)], [True, False]),  # nobody said what is backward
+        ([(Phase.OPTIMIZER, Phase.FORWARD, Phase.BACKWARD)] * 2, [True, True]),  # a profiler's steps begin elsewhere
+        ([(Phase.FORWARD, Phase.BACKWARD)] * 2, [True, True]),
+    ],
+)
+def test_a_step_is_whole_where_the_optimizer_ran_behind_a_backward_pass(
+    steps: list[tuple[Phase, ...]], is_whole: list[bool]
+) -> None:
+    p = Program(3, {})
+    for number, phases in enumerate(steps):
+        p.step = number
+        for phase in phases:
+            p.compute(1, 5, phase=int(phase))
+    p.step = 7
+    p.compute(2, 5, phase=int(Phase.FORWARD))
+    graph = p.graph()
+    step, phase = graph.columns["step"], graph.columns["phase"]
+    place, which, ends, found = step_bounds(step, phase, graph.offsets)
+    num = len(steps)
+    assert (place.tolist(), which.tolist()) == ([1] * num + [2], [*range(num), 7])
+    assert ends.tolist() == [*np.cumsum([len(phases) for phases in steps]).tolist(), len(graph)]
+    assert found.tolist() == [*is_whole, True]
+    order = np.arange(len(found))[::-1]
+    assert whole_steps(graph, place[order], which[order]).tolist() == found[order].tolist()
+
+
+def test_rows_without_a_step_belong_to_the_one_before() -> None:
+    step = np.array([ABSENT32, 0, ABSENT32, 1, ABSENT32, ABSENT32], dtype=np.int32)
+    place, which, ends, is_whole = step_bounds(step, np.zeros(6, dtype=np.uint8), np.array([0, 4, 4, 6]))
+    assert (place.tolist(), which.tolist()) == ([0, 0, 0, 2], [ABSENT32, 0, 1, ABSENT32])
+    assert (ends.tolist(), is_whole.all()) == ([1, 3, 4, 6], True)
+    assert [len(part) for part in step_bounds(step[:0], step[:0], np.array([0, 0]))] == [0] * 4
 
 
 def test_wait_as_first_row_and_empty_rank() -> None:

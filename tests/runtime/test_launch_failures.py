@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from prism_sdk.runtime.gpus import num_gpus
 from prismtrace import TraceReader
 
 pytestmark = pytest.mark.timeout(240)
@@ -53,6 +54,18 @@ def test_a_rank_that_ends_badly_ends_the_recording(bench: Any, ending: str) -> N
         assert reader.num_units(0) >= 6
     bench.assert_nothing_left()
     assert not list(bench.folder.glob("*.parts"))
+
+
+@pytest.mark.skipif(num_gpus() > 0, reason="there is a GPU")
+@pytest.mark.parametrize("verb", ["record", "observe"])
+def test_a_script_for_gpus_without_one_is_told_how_to_run(bench: Any, verb: str) -> None:
+    words = ["--nproc-per-node", "1"]
+    ended = bench.run_shared(verb, bench.script("import torch\ntorch.ones(3).cuda()\n"), *words)
+    assert ended.code == 1 and "--device cpu runs a script for GPUs on CPUs" in ended.err
+    with TraceReader(bench.output) as reader:
+        assert reader.metadata["job.status"] == "aborted"
+    ended = bench.run_shared(verb, bench.script("raise RuntimeError('NCCL')\n"), *words, "--device", "cpu")
+    assert ended.code == 1 and "RuntimeError: NCCL" in ended.err and "--device cpu" not in ended.err
 
 
 @pytest.mark.parametrize("statement", ["raise ValueError('a wrong turn')", "os.kill(os.getpid(), signal.SIGKILL)"])

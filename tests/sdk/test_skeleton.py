@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -41,14 +42,42 @@ def test_it_installs_and_passes_its_own_tests(tmp_path: Path) -> None:
         assert part in text
 
 
-@pytest.mark.parametrize("name", ["My", "1st", "a-b", "", "class", "../x"])
-def test_a_name_that_python_cannot_have_is_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("name", "example"),
+    [
+        ("My", "my"), ("1st", "st"), ("a-b", "a_b"), ("My Trainer", "my_trainer"), ("mine_", "mine"), ("a__b", "a_b"),
+        ("", "mytrainer"), ("___", "mytrainer"), ("class", "mytrainer"), ("../x", "x"), ("x" * 65, "x" * 64),
+    ],
+)  # fmt: skip
+def test_a_name_that_python_or_an_index_cannot_have_is_refused(
+    name: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert run(["plugin", "new", name]) == 2
-    assert "cannot be the name of a plugin" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cannot be the name of a plugin" in said and said.endswith(f"such as {example}\n")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["slices", "local"])
+def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plugin", "new", name, "-o", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert f"'{name}' is taken: prismtrace has a plugin" in said and f"my_{name}" in said
+    assert not list(tmp_path.iterdir())
+
+
+def test_folders_are_quoted_for_the_shell_and_a_file_in_the_way_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["plugin", "new", "mine", "-o", "my folder"]) == 0
+    assert [shlex.split(line)[-1] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        "my folder[test]", "my folder",
+    ]  # fmt: skip
+    (tmp_path / "file").write_text("mine")
+    assert run(["plugin", "new", "mine", "-o", "file/inside"]) == 1
+    assert "file/inside: file: " in capsys.readouterr().err
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from prismtrace import TraceReader
 
 _MAX_ROWS = 16
+_PURPOSE = "group.{}.purpose"  # a key of the registry
 _MOST_RANKS = 1 << 14  # a small damaged file may name millions
 
 
@@ -59,6 +60,7 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
             "group_id": f"{group.group_id:016x}",
             "name": group.name,
             "description": group.description,
+            "purpose": reader.metadata.get(_PURPOSE.format(group.group_id)),
             "backend": group.backend,
             "ranks": [int(rank) for rank in group.ranks],
         }
@@ -176,16 +178,18 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
     if groups:
         click.echo()
         table = [
-            (group["name"], group["description"], group["backend"], len(group["ranks"]), ranks_text(group["ranks"]))
+            (group["name"], group["description"], group["purpose"] or "-", group["backend"], len(group["ranks"]),
+             ranks_text(group["ranks"]), int(group["group_id"], 16))
             for group in groups[:limit]
-        ]
-        echo_table(("group", "description", "backend", "size", "ranks"), table, right=(3,))
+        ]  # fmt: skip
+        echo_table(("group", "description", "purpose", "backend", "size", "ranks", "group_id"), table, right=(4,))
         _show_rest(len(groups) - len(table), what="group")
     if "sizes" in values:
         _show_sizes(values["sizes"], limit=limit)
-    if metadata:
+    in_table = {_PURPOSE.format(int(group["group_id"], 16)) for group in groups}
+    if rest := {key: value for key, value in metadata.items() if key not in in_table}:
         click.echo()
-        for key, value in metadata.items():
+        for key, value in rest.items():
             click.echo(f"{key} = {_short(value)}")
 
 

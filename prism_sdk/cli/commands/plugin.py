@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 import keyword
 import re
+import shlex
 import shutil
 import string
 from pathlib import Path
@@ -13,6 +14,7 @@ import click
 
 from prism_sdk.cli.output import echo_json
 from prism_sdk.errors import ExitCode, OutputError, UsageError
+from prism_sdk.plugins import PluginManager
 from prism_sdk.wording import counted
 from prism_sdk.workfolders import work_folder
 
@@ -24,7 +26,8 @@ _FILES = {
     "adapter.py.txt": "src/prismtrace_$name/adapter.py",
     "test_plugin.py.txt": "tests/test_$name.py",
 }
-_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")  # a distribution's name ends with no dash and has no two in a row
+_LONGEST = 64  # characters: file systems have names of 255 bytes at most
 
 
 @click.group("plugin")
@@ -48,9 +51,12 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
 def new(name: str, output: Path | None, as_json: bool) -> int:
     """Write a framework adapter called NAME, with its tests, into a new folder."""
-    if not _NAME.fullmatch(name) or keyword.iskeyword(name):
-        hint = "small letters, digits and _, beginning with a letter, such as mytrainer"
-        raise UsageError(f"{name!r} cannot be the name of a plugin", hint=hint)
+    if not _NAME.fullmatch(name) or len(name) > _LONGEST or keyword.iskeyword(name):
+        like = re.sub("[^a-z0-9]+", "_", name.lower()).strip("_0123456789")[:_LONGEST]
+        example = like if _NAME.fullmatch(like) and not keyword.iskeyword(like) else "mytrainer"
+        hint = f"small letters, digits and single _ between them, beginning with a letter, such as {example}"
+        raise UsageError(f"{name!r:.80} cannot be the name of a plugin", hint=hint)
+    _refuse_taken(name)
     folder = output or Path(f"prismtrace-{name.replace('_', '-')}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already", hint="give another folder with --output")
@@ -59,9 +65,18 @@ def new(name: str, output: Path | None, as_json: bool) -> int:
         echo_json({"folder": folder, "files": files})
     else:
         click.echo(f"{folder}: {counted(len(files), 'file')}. Next:")
-        click.echo(f"    pip install -e '{folder}[test]'")
-        click.echo(f"    pytest {folder}")
+        click.echo(f"    pip install -e {shlex.quote(f'{folder}[test]')}")
+        click.echo(f"    pytest {shlex.quote(str(folder))}")
     return ExitCode.OK
+
+
+def _refuse_taken(name: str) -> None:
+    """Installed, a plugin would take the place of another of its name, or be told apart from it by nobody."""
+    for one in PluginManager().records():
+        if name in (one.name, *one.adapters):
+            owner = one.distribution or "Prism"
+            raise UsageError(f"{name!r} is taken: {owner} has a plugin or adapter of that name",
+                             hint=f"choose another name, such as my_{name}")  # fmt: skip
 
 
 def _write(name: str, folder: Path) -> list[str]:
@@ -81,5 +96,6 @@ def _write(name: str, folder: Path) -> list[str]:
                 folder.rmdir()
             shutil.move(work / "plugin", folder)
     except OSError as error:
-        raise OutputError(str(folder), reason=error.strerror or str(error)) from error
+        where = "" if error.filename in (None, str(folder)) else f"{error.filename}: "
+        raise OutputError(str(folder), reason=where + (error.strerror or str(error))) from error
     return written

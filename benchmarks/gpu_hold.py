@@ -147,7 +147,7 @@ def training(folder: Path, kind: str, recorded: Path, said_then: dict[str, Any])
         same = said["LOSS"]["losses"][:3] == said_then["LOSS"]["losses"]
         pairs = list(zip(said["MEMORY"]["parts"], said_then["MEMORY"]["parts"], strict=False))
         memory = [a == b for a, b in pairs]
-        if kind == "ddp":  # a bucket that is done at the end of a step is let go of by a watchdog's chance (decision 0480)
+        if kind == "ddp":  # by a watchdog's chance a bucket that is done as a step ends stays a little (decision 0480)
             memory = [a[1:] == b[1:] for a, b in pairs[:-1]] + memory[-1:]
         print(f"   {kind}, {name}: losses equal {same}, memory equal {memory}, steps {said['STEPS']['ms']}, in "
               f"the trace {steps_of(output)}; {said['wall']:.1f} s", facts(output), flush=True)  # fmt: skip

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prism_sdk.analysis.folded import Fold
-from prism_sdk.analysis.job import Job
+from prism_sdk.analysis.job import Job, group_titles
 from prismtrace import ABSENT, ABSENT32, Op, TraceReader
 
 __all__ = ["ExpertLoad", "GroupBalance", "balance_of_job", "expert_loads", "experts_of_job", "moe_balance"]
@@ -57,8 +57,9 @@ def moe_balance(
     for rank in wanted:
         for group_id, seq, load in _loads(source, rank, steps):
             loads.setdefault(group_id, {}).setdefault(seq, {})[rank] = load
-    present = set(wanted)
-    found = [_of_group(source, group_id, by_seq, present) for group_id, by_seq in sorted(loads.items())]
+    present, titles = set(wanted), group_titles(source.groups, source.metadata)
+    found = [_of_group(source, group_id, by_seq, present, titles.get(group_id, ""))
+             for group_id, by_seq in sorted(loads.items())]  # fmt: skip
     return tuple(sorted((item for item in found if item is not None), key=lambda item: -item.imbalance))
 
 
@@ -89,11 +90,11 @@ def balance_of_job(source: TraceReader, job: Job, *, steps: range | None = None)
             for rank, place in zip(places[0].tolist(), places[1].tolist(), strict=True):
                 for seq, load in loads.get((place, number), {}).items():
                     by_seq.setdefault(seq, {})[rank] = load
-            known[key] = _of_group(source, group_id, by_seq, set(places[0].tolist()))
-        group, same = source.groups[group_id], known[key]
+            known[key] = _of_group(source, group_id, by_seq, set(places[0].tolist()), job.titles[group_id])
+        same = known[key]
         if same is not None:
-            found.append(replace(same, group_id=group_id, group_name=group.description or group.name,
-                                 ranks=tuple(places[0].tolist())))  # fmt: skip
+            ranks_of_group = tuple(places[0].tolist())
+            found.append(replace(same, group_id=group_id, group_name=job.titles[group_id], ranks=ranks_of_group))
     return tuple(sorted(found, key=lambda item: -item.imbalance))
 
 
@@ -120,7 +121,7 @@ def _loads(reader: TraceReader, rank: int, steps: range | None) -> Iterator[tupl
 
 
 def _of_group(
-    reader: TraceReader, group_id: int, by_seq: dict[int, dict[int, int]], present: Collection[int]
+    reader: TraceReader, group_id: int, by_seq: dict[int, dict[int, int]], present: Collection[int], title: str
 ) -> GroupBalance | None:
     group = reader.groups.get(group_id)
     members = [rank for rank in (group.ranks if group is not None else ()) if rank in present]
@@ -133,7 +134,7 @@ def _of_group(
     imbalance = table.max(axis=1) / mean
     worst = int(np.argmax(imbalance))
     return GroupBalance(
-        group_id=group_id, group_name=group.description or group.name, ranks=tuple(members), num_operations=len(table),
+        group_id=group_id, group_name=title, ranks=tuple(members), num_operations=len(table),
         imbalance=float(imbalance.mean()), variation=float((table.std(axis=1) / mean).mean()),
         worst_imbalance=float(imbalance[worst]), worst_seq=sorted(whole)[worst],
         shares=tuple((table.sum(axis=0) / table.sum()).tolist()),

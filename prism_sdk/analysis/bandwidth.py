@@ -17,7 +17,6 @@ so there nobody waits; here waiting is taken out. Where arrivals are unknown t r
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -88,7 +87,7 @@ def bandwidths(job: Job) -> tuple[Bandwidth, ...]:
     np.logical_and.at(arrived, place, arrival != ABSENT)
     keys = np.stack([c[name][first].astype(np.uint64) for name in ("group_id", "op", "dtype")]
                     + [largest.astype(np.uint64), arrived.astype(np.uint64)], axis=1)  # fmt: skip
-    names = _names(job)
+    names = job.titles
     if job.fold is None:
         found = _entries(job, names, keys, slowest, first)
     else:
@@ -143,13 +142,6 @@ def _of_groups(
         name = names.get(group_id, "")
         found += [replace(entry, group_id=group_id, group_name=name) for entry in known[what]]
     return found
-
-
-def _names(job: Job) -> dict[int, str]:
-    """What groups are called, by id: by their description, and by their name too where several share it."""
-    alike = Counter(group.description for group in job.groups.values())
-    return {group_id: " ".join(filter(None, (group.description, group.name if alike[group.description] > 1 else "")))
-            or group.name for group_id, group in job.groups.items()}  # fmt: skip
 
 
 def _entry(job: Job, key: list[int], times: np.ndarray, *, sample: int, name: str) -> Bandwidth:

@@ -6,6 +6,7 @@ It calculates no figure, and matches and reads nothing itself: ``prism_sdk.graph
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,10 +19,11 @@ from prism_sdk.analysis.folded import Fold, load_folded
 from prism_sdk.errors import UsageError
 from prism_sdk.graph import GraphError, JobGraph, measure
 from prism_sdk.graph.job import COLUMN_TYPES, note_on_steps, read_columns
+from prism_sdk.keys import PURPOSE_KEY
 from prism_sdk.wording import counted
 from prismtrace import ABSENT, ABSENT32, GraphKind, ProcessGroup, TraceReader, UnitKind
 
-__all__ = ["Job", "StepWindows", "blocking_rows", "load_job"]
+__all__ = ["Job", "StepWindows", "blocking_rows", "group_titles", "load_job"]
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -71,6 +73,8 @@ class Job:
     #: (N,) the last arrival of all members, ABSENT where unknown. A send's is its post.
     arrival_ns: Int64Array = field(repr=False)
     notes: tuple[str, ...]
+    #: What groups are called, by id (`group_titles`).
+    titles: Mapping[int, str] = field(default_factory=dict, repr=False)
     #: Whom the ranks of the graph stand for; None: it has all.
     fold: Fold | None = field(default=None, repr=False)
 
@@ -206,7 +210,22 @@ def load_job(
     return Job(
         path=reader.path, graph=graph, is_matched=not problem, windows=_windows(reader, graph, steps, fold),
         completion_ns=completion, arrival_ns=arrival, notes=tuple(notes), fold=fold,
+        titles=group_titles(reader.groups, reader.metadata),
     )  # fmt: skip
+
+
+def group_titles(groups: Mapping[int, ProcessGroup], metadata: Mapping[str, str]) -> dict[int, str]:
+    """What groups are called: by their description, or what the adapter says they are for; and by name if many are so.
+
+    Args:
+        groups: of a trace, by id.
+        metadata: of that trace.
+    """
+    kinds = {number: group.description or metadata.get(PURPOSE_KEY.format(number), "")
+             for number, group in groups.items()}  # fmt: skip
+    alike = Counter(kinds.values())
+    return {number: " ".join(filter(None, (kinds[number], group.name if alike[kinds[number]] > 1 else "")))
+            or group.name for number, group in groups.items()}  # fmt: skip
 
 
 def _fitting_steps(reader: TraceReader, ranks: Sequence[int], max_rows: int) -> range | None:

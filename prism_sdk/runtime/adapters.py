@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from prism_sdk.keys import PURPOSE_KEY
 from prism_sdk.runtime.names import FIELDS, Names, check_note, checked, checked_index, checked_text
 from prism_sdk.runtime.tracer import Tracer
 from prismtrace import Phase
@@ -104,7 +105,7 @@ class Naming:
             if purpose is None and group.description == _DEFAULT:
                 purpose = "world"
             if purpose:
-                writer.set_metadata(f"group.{group.group_id}.purpose", purpose)
+                writer.set_metadata(PURPOSE_KEY.format(group.group_id), purpose)
 
 
 class TracerNamer:

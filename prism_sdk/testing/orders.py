@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from prism_sdk.keys import PURPOSE_KEY
 from prismtrace import ABSENT32, Op, Phase, TraceReader, UnitKind
 
 __all__ = ["NamedUnit", "check_golden", "unit_order", "used_groups"]
@@ -82,7 +83,7 @@ def _order(reader: TraceReader, rank: int, *, step: int | None, named_only: bool
             return [None] * len(units)
         return [None if value == ABSENT32 else value for value in columns[name].tolist()]
 
-    purposes = {group: reader.metadata.get(f"group.{group}.purpose") for group in reader.groups}
+    purposes = {group: reader.metadata.get(PURPOSE_KEY.format(group)) for group in reader.groups}
     rows = zip(
         units.kind.tolist(), units.phase.tolist(), units.op.tolist(), units.group_id.tolist(), units.step.tolist(),
         numbers("microbatch"), numbers("stage"), numbers("model_chunk"), numbers("peer"),
@@ -111,7 +112,7 @@ def used_groups(trace: Path | TraceReader, rank: int, *, step: int) -> set[tuple
             return used_groups(reader, rank, step=step)
     units = trace.units(rank, steps=step, columns=["kind", "group_id"])
     used = {group for kind, group in zip(units.kind.tolist(), units.group_id.tolist(), strict=True) if kind in _TALKS}
-    return {(trace.metadata.get(f"group.{group}.purpose"), trace.groups[group].ranks) for group in used}
+    return {(trace.metadata.get(PURPOSE_KEY.format(group)), trace.groups[group].ranks) for group in used}
 
 
 def check_golden(path: Path, order: list[NamedUnit], *, update: bool = False) -> None:

@@ -24,6 +24,7 @@ from prism_sdk.analysis import (
     stragglers_of,
     variation_of,
 )
+from prism_sdk.analysis.job import group_titles
 from prism_sdk.analysis.text import format_explanation
 from prism_sdk.report import report_content
 from prism_sdk.simulate import load, simulate, summarise
@@ -274,3 +275,13 @@ def test_runs_without_a_common_rank(tmp_path: Path) -> None:
     jobs = [load_job(job.write(tmp_path / f"{i}.prism")) for i, job in enumerate((one, other))]
     with pytest.raises(ValueError, match="no rank in common"):
         explain(*jobs)
+
+
+def test_groups_are_called_by_what_they_are_for() -> None:
+    named = ((1, "0", "default_pg"), (2, "4", ""), (3, "5", ""), (4, "6", ""), (5, "7", "cp"))
+    groups = {number: ProcessGroup(number, name, description, "gloo", (0, 1)) for number, name, description in named}
+    purposes = {"group.2.purpose": "dp", "group.3.purpose": "tp", "group.5.purpose": "other", "job.argv": "x"}
+    assert group_titles(groups, purposes) == {1: "default_pg", 2: "dp", 3: "tp", 4: "6", 5: "cp"}
+    assert group_titles(groups, {**purposes, "group.4.purpose": "dp"}) == {
+        1: "default_pg", 2: "dp 4", 3: "tp", 4: "dp 6", 5: "cp",
+    }  # fmt: skip

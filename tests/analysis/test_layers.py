@@ -140,7 +140,7 @@ def test_costs_by_another_column(tmp_path: Path) -> None:
     assert "forward" in costs and sum(costs.values()) == costs["forward"] > 0
     assert "compute" in {cost.layer for cost in analyze(path, by="kind").costs_by}
     assert analyze(path).by is None and "by" not in analyze(path).to_dict()
-    with pytest.raises(UsageError, match="no unit of a step has a value"):
+    with pytest.raises(UsageError, match="no unit of a step has a name or one whole number"):
         analyze(path, by="prism.part")
     with pytest.raises(TraceUsageError, match="no column"):
         analyze(path, by="unknown")

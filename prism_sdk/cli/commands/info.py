@@ -11,13 +11,13 @@ import click
 
 from prism_sdk.cli.output import echo_json, echo_table, format_bytes, format_ns
 from prism_sdk.errors import ExitCode
+from prism_sdk.keys import PURPOSE_KEY
 from prism_sdk.wording import counted, ranks_text
 
 if TYPE_CHECKING:
     from prismtrace import TraceReader
 
 _MAX_ROWS = 16
-_PURPOSE = "group.{}.purpose"  # a key of the registry
 _MOST_RANKS = 1 << 14  # a small damaged file may name millions
 
 
@@ -60,7 +60,7 @@ def describe(reader: TraceReader, *, file: Path) -> dict[str, Any]:
             "group_id": f"{group.group_id:016x}",
             "name": group.name,
             "description": group.description,
-            "purpose": reader.metadata.get(_PURPOSE.format(group.group_id)),
+            "purpose": reader.metadata.get(PURPOSE_KEY.format(group.group_id)),
             "backend": group.backend,
             "ranks": [int(rank) for rank in group.ranks],
         }
@@ -186,7 +186,7 @@ def _show(values: dict[str, Any], *, limit: int | None) -> None:
         _show_rest(len(groups) - len(table), what="group")
     if "sizes" in values:
         _show_sizes(values["sizes"], limit=limit)
-    in_table = {_PURPOSE.format(int(group["group_id"], 16)) for group in groups}
+    in_table = {PURPOSE_KEY.format(int(group["group_id"], 16)) for group in groups}
     if rest := {key: value for key, value in metadata.items() if key not in in_table}:
         click.echo()
         for key, value in rest.items():

@@ -150,7 +150,7 @@ def _units(job: Job, ranks: tuple[int, ...], num_windows: int) -> dict[str, floa
     np.add.at(sums, place.reshape(-1), job.completion_ns[comms] - arrival[comms])
     for (op, group_id), total in zip(unique.tolist(), sums.tolist(), strict=True):
         group = graph.groups.get(int(group_id))
-        where = (job.titles.get(int(group_id)) or hex(group_id)) if group is not None else "no group"
+        where = (group.description or job.titles.get(group_id) or hex(group_id)) if group is not None else "no group"
         name = Op(op).name.lower() if op in Op._value2member_map_ else str(op)
         key = f"transfer {name} in {where}"
         found[key] = found.get(key, 0.0) + total / num_windows

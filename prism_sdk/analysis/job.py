@@ -74,7 +74,7 @@ class Job:
     arrival_ns: Int64Array = field(repr=False)
     notes: tuple[str, ...]
     #: What groups are called, by id (`group_titles`).
-    titles: Mapping[int, str] = field(default_factory=dict, repr=False)
+    titles: Mapping[int, str] = field(repr=False)
     #: Whom the ranks of the graph stand for; None: it has all.
     fold: Fold | None = field(default=None, repr=False)
 

@@ -166,8 +166,8 @@ def test_a_job_over_nccl_uses_gpus(
 torch = pytest.importorskip("torch")
 
 from prism_sdk.runtime.calls import COMBINED, Call, Delivery, GroupState  # noqa: E402
+from prism_sdk.runtime.oncuda.filling import SMALL_BYTES  # noqa: E402
 from prism_sdk.runtime.oncuda.slicing import (  # noqa: E402
-    SMALL_BYTES,
     FirstValues,
     SliceSeam,
     durations_ns,

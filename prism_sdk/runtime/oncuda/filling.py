@@ -16,7 +16,9 @@ from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.manifest import OWN, Expected
 from prismtrace import Op, ReduceOp
 
-_FEW_BYTES = 65_536
+SMALL_BYTES = 65_536
+"""Tensors up to this size may steer a program; larger ones of floating-point numbers do not."""
+
 _RANDOM = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _SCALE = 1e-6
 
@@ -101,7 +103,7 @@ def make_up(tensors: Sequence[torch.Tensor]) -> None:
     gradients or activations numbers of this size do no harm.
     """
     for tensor in tensors:
-        if tensor.nbytes > _FEW_BYTES and tensor.dtype in _RANDOM:
+        if tensor.nbytes > SMALL_BYTES and tensor.dtype in _RANDOM:
             tensor.data.normal_(std=_SCALE, generator=_generator(tensor.device))
         else:
             tensor.data.zero_()

@@ -29,7 +29,7 @@ from prism_sdk.runtime.emulate import EmulateSeam
 from prism_sdk.runtime.futures import is_in_background
 from prism_sdk.runtime.manifest import Expected
 from prism_sdk.runtime.observe import settle_any_source
-from prism_sdk.runtime.oncuda.filling import make_up
+from prism_sdk.runtime.oncuda.filling import SMALL_BYTES, make_up
 from prism_sdk.runtime.oncuda.occupying import Occupier, blocks_of
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
@@ -39,9 +39,6 @@ from prism_sdk.runtime.tracer import now_ns
 from prism_sdk.runtime.work import PrismWork
 from prismtrace import ABSENT, GraphKind, Op, TraceReader
 
-SMALL_BYTES = 65_536
-"""Results up to this size are the recorded ones."""
-
 _MOST_PINNED_BYTES = 4 << 30
 
 
@@ -50,7 +47,7 @@ def durations_ns(times: Path | None, rank: int) -> NDArray[np.int64]:
     if times is not None:
         with TraceReader(times) as reader:
             if reader.graph_kind is GraphKind.CALIBRATED and rank in reader.ranks:
-                units = reader.units(rank)
+                units = reader.units(rank, columns=["start_ns", "end_ns"])
                 return np.where(units.end_ns == ABSENT, 0, units.end_ns - units.start_ns)
     return np.zeros(0, np.int64)
 
@@ -143,9 +140,10 @@ class SliceSeam(EmulateSeam):
             if one.sources:
                 self._give_recorded(call, one, moved)
             else:
-                if call.op is Op.RECV:
+                if call.op is Op.RECV:  # this rank has nothing of its own for it
                     make_up(call.outputs)
-                give_own(call)
+                else:
+                    give_own(call)
                 self.num_without_values += bool(call.deliveries or call.receive_tensors)
             return
         if one.sources:

@@ -18,7 +18,7 @@ from prism_sdk.errors import CalibrationError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.runtime.gpus import uses_gpus
 from prism_sdk.testing import ScriptedCalibration
-from prismtrace import DType, GraphKind, Op, ProcessGroup, TraceReader, TraceWriter
+from prismtrace import DType, GraphKind, Op, ProcessGroup, TraceReader, TraceWriter, UnitKind
 from tests.graph.jobs import Program
 
 H200 = load_cluster("h200-sxm")
@@ -68,15 +68,37 @@ def test_a_slice_of_all_ranks_needs_no_model(tmp_path: Path) -> None:
         assert set(reader.units(1)["prism.provenance"][reader.units(1).kind == 2].tolist()) == {1}
 
 
-def test_how_long_operations_take_with_their_waits_is_an_earlier_pass_to_say(tmp_path: Path) -> None:
+def test_how_long_operations_are_held_is_an_earlier_pass_to_say(tmp_path: Path) -> None:
     context = OnDevices(tmp_path, world_size=2, num_slots=1)
     Slices().calibrate(context)
     with TraceReader(context.output) as reader:
         units = reader.units(1)
-    found = durations_ns(context.output, 1)
-    assert found.any() and found.tolist() == (units.end_ns - units.start_ns).tolist()
+    takes_time = (units.kind != UnitKind.COMPUTE) & (units.kind != UnitKind.WAIT) & (units.is_async == 0)
+    found = held_ns(context.output, 1)
+    assert takes_time.any() and found[takes_time].tolist() == (units.end_ns - units.start_ns)[takes_time].tolist()
+    assert not found[(units.kind == UnitKind.COMPUTE) | (units.kind == UnitKind.WAIT)].any()
     for times, rank in ((None, 1), (context.graph_path, 1), (context.output, 7)):  # a bare graph has no times
-        assert not len(durations_ns(times, rank))
+        assert not len(held_ns(times, rank))
+
+
+def test_an_operation_is_held_from_the_end_of_the_one_before_it_on_its_stream(tmp_path: Path) -> None:
+    path = tmp_path / "times.prism"
+    rows = [  # kind, group, asynchronous, begin, end, held
+        (UnitKind.COMPUTE, 0, 0, 0, 100, 0),
+        (UnitKind.COLLECTIVE, 7, 1, 100, 150, 50),
+        (UnitKind.COLLECTIVE, 7, 1, 110, 170, 20),
+        (UnitKind.COLLECTIVE, 8, 1, 110, 170, 60),
+        (UnitKind.COLLECTIVE, 7, 1, 120, 165, 0),
+        (UnitKind.COLLECTIVE, 7, 0, 160, 180, 20),
+        (UnitKind.WAIT, 0, 0, 180, 190, 0),
+        (UnitKind.RECV, 7, 1, 200, 230, 30),
+    ]
+    names = ("kind", "group_id", "is_async", "start_ns", "end_ns", "held_ns")
+    columns = dict(zip(names, np.array(rows).T, strict=True))
+    expected = columns.pop("held_ns")
+    with TraceWriter(path, graph_kind=GraphKind.CALIBRATED, world_size=1) as writer:
+        writer.add_units(0, columns)
+    assert held_ns(path, 0).tolist() == expected.tolist()
 
 
 def test_on_cpus_nothing_is_added(tmp_path: Path) -> None:
@@ -170,8 +192,8 @@ from prism_sdk.runtime.oncuda.filling import SMALL_BYTES  # noqa: E402
 from prism_sdk.runtime.oncuda.slicing import (  # noqa: E402
     FirstValues,
     SliceSeam,
-    durations_ns,
     give_own,
+    held_ns,
     is_large_number,
     place,
 )
@@ -253,11 +275,12 @@ class _Pool:
 def test_each_message_of_a_step_has_its_own_first_value(limit_bytes: int, read: list[int], later: list[int]) -> None:
     """An activation and a gradient of one sender and one size: taken for each other they would end in NaN."""
     seam: Any = SliceSeam.__new__(SliceSeam)
-    seam._firsts, seam.pool, seam.tracer = FirstValues(limit_bytes), _Pool(), SimpleNamespace(step=0)
-    one: Any = SimpleNamespace(op=Op.RECV, peer=1, sources=(1,), send_bytes={}, first_item=0)
+    seam._firsts, seam.pool = FirstValues(limit_bytes), _Pool()
+    one: Any = SimpleNamespace(op=Op.RECV, peer=1, sources=(1,), send_bytes={}, first_item=0, step=0)
     found: list[list[float]] = []
-    for step in range(3):
-        seam.tracer.step = step
+    for step in range(3):  # the recording has two
+        one.step = min(step, 1)
+        seam.cursor = SimpleNamespace(shift_of=lambda one, rounds=step - one.step: rounds)
         outputs = [torch.full((LARGE // 4, 4), -1.0) for _ in range(3)]
         for number, output in enumerate(outputs):
             one.first_item = 3 * step + number

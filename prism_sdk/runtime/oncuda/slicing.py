@@ -37,19 +37,33 @@ from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 from prism_sdk.runtime.tensors import memory_of
 from prism_sdk.runtime.tracer import now_ns
 from prism_sdk.runtime.work import PrismWork
-from prismtrace import ABSENT, GraphKind, Op, TraceReader
+from prismtrace import ABSENT, GraphKind, Op, TraceReader, UnitKind
 
 _MOST_PINNED_BYTES = 4 << 30
 
 
-def durations_ns(times: Path | None, rank: int) -> NDArray[np.int64]:
-    """How long each unit of a rank took, its wait for others included, by a calibrated graph; else empty."""
-    if times is not None:
-        with TraceReader(times) as reader:
-            if reader.graph_kind is GraphKind.CALIBRATED and rank in reader.ranks:
-                units = reader.units(rank, columns=["start_ns", "end_ns"])
-                return np.where(units.end_ns == ABSENT, 0, units.end_ns - units.start_ns)
-    return np.zeros(0, np.int64)
+def held_ns(times: Path | None, rank: int) -> NDArray[np.int64]:
+    """For how long each operation of a rank keeps its stream, the wait for others included, by a calibrated graph.
+
+    That is from where the program has come to it, and what its group was asked for before it is over. Empty without
+    such a graph.
+    """
+    if times is None:
+        return np.zeros(0, np.int64)
+    with TraceReader(times) as reader:
+        if reader.graph_kind is not GraphKind.CALIBRATED or rank not in reader.ranks:
+            return np.zeros(0, np.int64)
+        units = reader.units(rank, columns=["kind", "start_ns", "end_ns", "group_id", "is_async"])
+    found = np.zeros(len(units), np.int64)
+    is_open = np.isin(units.kind, (UnitKind.COMPUTE, UnitKind.WAIT)) | (units.end_ns == ABSENT)
+    free_from: dict[int, int] = {}  # group -> when its stream is free again
+    for row in np.flatnonzero(~is_open).tolist():
+        group, begin, end = int(units.group_id[row]), int(units.start_ns[row]), int(units.end_ns[row])
+        if units.is_async[row]:  # else it has the program's own stream
+            begin = max(begin, free_from.get(group, begin))
+            free_from[group] = max(begin, end)
+        found[row] = max(end - begin, 0)
+    return found
 
 
 class SliceSeam(EmulateSeam):
@@ -95,8 +109,8 @@ class SliceSeam(EmulateSeam):
             lane.wait_stream(current)
         scratch = nccl_scratch(call, device)
         with torch.cuda.stream(lane):
-            took_ns = int(self._took_ns[one.unit_index]) if one.unit_index < len(self._took_ns) else 0
-            self._occupier.occupy(transfer_ns, wait_ns=took_ns - transfer_ns, call=call)
+            held_ns = int(self._held_ns[one.unit_index]) if one.unit_index < len(self._held_ns) else 0
+            self._occupier.occupy(transfer_ns, wait_ns=held_ns - transfer_ns, call=call)
             self._give(call, one, moved)
         done = torch.cuda.Event()
         done.record(lane)
@@ -122,8 +136,8 @@ class SliceSeam(EmulateSeam):
         return work
 
     @cached_property
-    def _took_ns(self) -> NDArray[np.int64]:
-        return durations_ns(self.facts.times, self.spec.rank)
+    def _held_ns(self) -> NDArray[np.int64]:
+        return held_ns(self.facts.times, self.spec.rank)
 
     def _late_wait(self, unit: int) -> Callable[[], None]:
         return lambda: self.tracer.wait(unit, self.tracer.now(), self.tracer.now(), blocked=False)
@@ -155,7 +169,8 @@ class SliceSeam(EmulateSeam):
         first = one.first_item + moved
         self.pool.announce(first)
         is_large = sum(tensor.nbytes for tensor in call.outputs) > SMALL_BYTES
-        key = self._firsts.next(call, one, step=self.tracer.step)
+        # not the tracer's step, which changes some operations later where they are asked for ahead
+        key = self._firsts.next(call, one, step=one.step + self.cursor.shift_of(one))
         known = self._firsts.known(key) if is_large else None
         by_source: dict[int, memoryview] = {}
         if known is None:

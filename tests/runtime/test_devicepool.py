@@ -46,7 +46,7 @@ class SlowCopier:
     def is_done(self, token: Any) -> bool:
         return bool(token.is_done)
 
-    def let_wait(self, token: Any) -> None:
+    def let_wait(self, token: Any, stream: Any) -> None:
         while not token.is_done:  # in order, as on a stream
             self.run_one()
 
@@ -74,7 +74,7 @@ def test_nothing_is_written_over_before_it_was_used(job: Job) -> None:
 
         def reap() -> None:
             index, placed = under_way.pop(rng.randrange(len(under_way)))
-            pool.let_wait(placed)
+            pool.let_wait(placed, None)
             assert bytes(pool.bytes_of(placed[0]).tolist()) == blobs[index]
             pool.hand_back(placed)
 
@@ -93,7 +93,7 @@ def test_nothing_is_written_over_before_it_was_used(job: Job) -> None:
         while under_way:
             reap()
         for token in copier.open:
-            copier.let_wait(token)
+            copier.let_wait(token, None)
         pool.pump()
         assert ring.consumed == len(blobs)
         assert pool.hits == 96 and not pool.misses

@@ -37,8 +37,8 @@ class Copier(Protocol):
     def is_done(self, token: Any) -> bool:
         """Whether the host memory of a copy is free again."""
 
-    def let_wait(self, token: Any) -> None:
-        """Make the current stream wait for a copy."""
+    def let_wait(self, token: Any, stream: Any) -> None:
+        """Make a stream wait for a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class DevicePool:
     ) -> None:
         """`memory`: the pool, flat bytes. `reap` hands back what operations took that are done by now."""
         self.memory = memory
-        self._capacity = memory.numel()
+        self._capacity, self._address = memory.numel(), memory.data_ptr()
         self._source, self._copier, self._reap = source, copier, reap
         self._sequence = script.sequence
         self._wants = wants_of(script)
@@ -195,11 +195,15 @@ class DevicePool:
             self.pump()
         return placed
 
-    def let_wait(self, placed: Sequence[Placed]) -> None:
-        """Make the current stream wait until these payloads are there."""
+    def let_wait(self, placed: Sequence[Placed], stream: Any) -> None:
+        """Make a stream wait until these payloads are there."""
         for one in placed:
             if one.token is not None:
-                self._copier.let_wait(one.token)
+                self._copier.let_wait(one.token, stream)
+
+    def span_of(self, placed: Placed) -> tuple[int, int]:
+        """Where what was copied lies: address and size."""
+        return self._address + placed.offset, placed.want.num_bytes
 
     def bytes_of(self, placed: Placed) -> torch.Tensor:
         """What was copied, flat."""

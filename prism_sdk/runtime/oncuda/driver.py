@@ -55,6 +55,7 @@ class Driver:
         self._alloc = self._function("cuMemAlloc_v2", ptr, size)
         self._free_bytes = self._function("cuMemGetInfo_v2", ptr, ptr)
         self._copy_in = self._function("cuMemcpyHtoDAsync_v2", u64, ptr, size, ptr)
+        self._copy = self._function("cuMemcpyDtoDAsync_v2", u64, u64, size, ptr)
         u32s = (u32,) * 7
         self._launch = self._function("cuLaunchKernel", ptr, *u32s, ptr, ptr, ptr)
         self._create_stream = self._function("cuStreamCreateWithPriority", ptr, u32, ctypes.c_int)
@@ -102,6 +103,10 @@ class Driver:
     def copy_in(self, stream: int, target: int, source: int, num_bytes: int) -> None:
         """Copy from the host on `stream`; asynchronous if the host memory is pinned."""
         self._check(self._copy_in(target, source, num_bytes, stream), "cuMemcpyHtoDAsync")
+
+    def copy(self, stream: int, target: int, source: int, num_bytes: int) -> None:
+        """Copy within the device on `stream`."""
+        self._check(self._copy(target, source, num_bytes, stream), "cuMemcpyDtoDAsync")
 
     def launch(self, function: Any, num_blocks: int, num_threads: int, stream: int, values: Sequence[Any]) -> None:
         """Start a kernel of one dimension on `stream`; `values` are its arguments, of types of ctypes."""

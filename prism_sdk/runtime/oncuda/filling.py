@@ -21,6 +21,7 @@ SMALL_BYTES = 65_536
 
 _RANDOM = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _SCALE = 1e-6
+_FROM_OTHERS = frozenset({Op.RECV, Op.BROADCAST, Op.SCATTER})  # this rank's own part cannot stand for what they bring
 
 Pieces = Sequence[torch.Tensor]  # flat bytes, one after the other
 #: (flat output; flat bytes of result, live and recorded contribution; operation; members) -> whether it was done
@@ -57,6 +58,39 @@ def needs_filling(call: Call, one: Expected) -> bool:
         delivery.tensor.data_ptr() != start + delivery.offset_bytes or delivery.source != COMBINED
         for delivery in call.deliveries
     )
+
+
+def plain_copies(
+    call: Call, one: Expected, recorded: Mapping[int, tuple[int, int]]
+) -> list[tuple[int, int, int]] | None:
+    """How to fill the outputs of `call` where it takes nothing but copies of whole pieces: it costs the host least.
+
+    Args:
+        call: the operation.
+        one: what it meets in the recording.
+        recorded: address and size of payloads by source, as of `fill_from`.
+
+    Returns:
+        Address to copy to, address to copy from, and bytes, of each copy; None where `fill_from` is needed.
+    """
+    if call.receive_tensors or COMBINED in recorded or (not recorded and call.op in _FROM_OTHERS):
+        return None
+    me, copies = call.group.group_rank, []
+    own = None if len(call.contribution) != 1 else (call.contribution[0].data_ptr(), call.contribution[0].nbytes)
+    for delivery in call.deliveries:
+        span, member, tensor = own, delivery.source, delivery.tensor
+        if recorded:
+            if member == COMBINED:
+                return None
+            if call.op is Op.RECV or member != me:
+                span = recorded.get(one.giver(member), own)
+        num_bytes = tensor.nbytes
+        if span is None or delivery.offset_bytes + num_bytes > span[1] or not tensor.is_contiguous():
+            return None
+        target, source = tensor.data_ptr(), span[0] + delivery.offset_bytes
+        if num_bytes and target != source:
+            copies.append((target, source, num_bytes))
+    return copies
 
 
 @torch.inference_mode()

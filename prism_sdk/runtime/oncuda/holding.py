@@ -31,9 +31,18 @@ from prism_sdk.runtime.manifest import Expected, Script
 from prism_sdk.runtime.oncuda import holdtable as fields
 from prism_sdk.runtime.oncuda.clock import Mark
 from prism_sdk.runtime.oncuda.compensating import Compensator
+from prism_sdk.runtime.oncuda.copying import DeviceCopier
 from prism_sdk.runtime.oncuda.devicepool import DevicePool, Placed, pool_bytes_for
 from prism_sdk.runtime.oncuda.driver import DeviceMemory, Driver, DriverError
-from prism_sdk.runtime.oncuda.filling import Compensate, Recorded, can_fill, fill_from, needs_filling, warm_up
+from prism_sdk.runtime.oncuda.filling import (
+    Compensate,
+    Recorded,
+    can_fill,
+    fill_from,
+    needs_filling,
+    plain_copies,
+    warm_up,
+)
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
 from prism_sdk.runtime.oncuda.joining import Joining
 from prism_sdk.runtime.oncuda.occupying import MEMORY_BYTES, hold_kernel
@@ -116,7 +125,7 @@ class StreamHold:
         gates = gates.view(torch.int32).zero_()
         warm_up(memory)
         torch.cuda.synchronize(device)  # before anything is copied there
-        copier = _DeviceCopier(driver, memory.data_ptr(), device)
+        copier = DeviceCopier(driver, memory.data_ptr(), device)
         self.pool = DevicePool(memory, script, source, copier, reap=self.reap)
         words = torch.as_tensor(DeviceMemory(self._flags, fields.TABLE_BYTES), device=device)
         self._words = words.view(torch.int32)
@@ -195,20 +204,11 @@ class StreamHold:
         arrived = current.record_event()
         if one.sources:
             held.placed = self.pool.take(first, len(one.sources))
-        is_live = joint is not None and joint.is_live
-        if is_live or scratch or needs_filling(call, one):
-            fill.wait_event(arrived)
-            with torch.cuda.stream(fill):
-                if is_live and joint is not None and self._joining is not None:
-                    self._joining.take_in(joint, call, fill)
-                self.pool.let_wait(held.placed)
-                recorded = map(self._recorded, held.placed)
-                fill_from(call, one, dict(zip(one.sources, recorded, strict=True)), self._compensate_for(number))
-                place_scratch(call, scratch)
-            arrived = fill.record_event()
-        stream.wait_event(arrived)
-        if call.is_p2p:  # as NCCL's backend does, which holds no tensor of a message
-            let_streams_use(call, stream, fill)
+        stream.wait_event(self._fill(call, one, held, joint, fill, arrived) or arrived)
+        if call.is_p2p:  # as NCCL's backend does: it holds no tensor of a message, the allocator waits for the stream
+            for tensor in (*call.contribution, *call.outputs):
+                if tensor.is_cuda:
+                    tensor.record_stream(stream)
         if joint is not None and self._joining is not None:
             with torch.cuda.stream(stream):
                 self._joining.join(joint, call, stream)
@@ -219,6 +219,32 @@ class StreamHold:
         self._open.append(held)
         self.pool.pump()
         return held
+
+    def _fill(self, call: Call, one: Expected, held: Held, joint: Any, fill: Any, arrived: Any) -> Any:
+        """Fill the outputs on the stream `fill`, after `arrived`; returns the event of its end; None: nothing to do."""
+        is_live = joint is not None and joint.is_live
+        if not (is_live or held.scratch):
+            spans = [self.pool.span_of(placed) for placed in held.placed]
+            copies = plain_copies(call, one, dict(zip(one.sources, spans, strict=True)))
+            if copies is not None:
+                if not copies:
+                    return None
+                fill.wait_event(arrived)
+                self.pool.let_wait(held.placed, fill)
+                for target, source, num_bytes in copies:
+                    self._driver.copy(fill.cuda_stream, target, source, num_bytes)
+                return fill.record_event()
+            if not needs_filling(call, one):
+                return None
+        fill.wait_event(arrived)
+        with torch.cuda.stream(fill):
+            if is_live and self._joining is not None:
+                self._joining.take_in(joint, call, fill)
+            self.pool.let_wait(held.placed, fill)
+            recorded = map(self._recorded, held.placed)
+            fill_from(call, one, dict(zip(one.sources, recorded, strict=True)), self._compensate_for(held.number))
+            place_scratch(call, held.scratch)
+        return fill.record_event()
 
     def _current_stream(self) -> Any:
         """As torch.cuda.current_stream of the device, which takes the host ten times as long to make its object."""
@@ -361,29 +387,3 @@ class StreamHold:
             "prefetch_hit_bytes": self.pool.hit_bytes, "prefetch_miss_bytes": self.pool.miss_bytes,
             **({} if self._joining is None else self._joining.summary()),
         }  # fmt: skip
-
-
-def let_streams_use(call: Call, *streams: Any) -> None:
-    """Have torch's allocator hand a call's memory out again only once these streams have passed its last use."""
-    for tensor in (*call.contribution, *call.outputs):
-        for stream in streams if tensor.is_cuda else ():
-            tensor.record_stream(stream)
-
-
-class _DeviceCopier:
-    """Copies into the pool on a stream of low priority (implements devicepool.Copier)."""
-
-    def __init__(self, driver: Driver, base: int, device: torch.device) -> None:
-        self._driver, self._base, self._device = driver, base, device
-        self._stream = torch.cuda.ExternalStream(driver.create_stream(is_urgent=False), device=device)
-
-    def copy(self, offset: int, source: memoryview) -> Any:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(source))
-        self._driver.copy_in(self._stream.cuda_stream, self._base + offset, address, len(source))
-        return self._stream.record_event()
-
-    def is_done(self, token: Any) -> bool:
-        return bool(token.query())
-
-    def let_wait(self, token: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(token)

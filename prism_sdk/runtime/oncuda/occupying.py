@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,34 +90,26 @@ _TYPES = {
     "prism_occupy": (_POINTER, _INT, _INT, _INT),
     "prism_hold": (_POINTER, _WORD, _POINTER, _POINTER, _INT, _INT),
 }
-Launch = Callable[[int, list[Any], Any], None]
+Launch = Callable[[int, Sequence[int], int], None]
 
 
 def compile_kernel(source: str, name: str) -> Launch:
-    """A kernel for the device at hand: launches it with a number of blocks, its arguments, and on a stream.
+    """A kernel for the device at hand: launches it with a number of blocks, its arguments, and on a stream's address.
 
     Raises whatever torch does where it cannot compile, RuntimeError where it offers nothing.
     """
     compiler: Any = getattr(torch.cuda, "_compile_kernel", None)
     if compiler is None:
         raise RuntimeError(f"torch {torch.__version__} does not compile kernels")
-    kernel = compiler(source, name)
-    function = getattr(kernel, "func", None)
-    if function is not None:
-        return _launch_directly(function, _TYPES[name])
-    return lambda blocks, arguments, stream: kernel(
-        grid=(blocks, 1, 1), block=(NUM_THREADS, 1, 1), args=arguments, stream=stream
-    )
+    function = getattr(compiler(source, name), "func", None)
+    if function is None:
+        raise RuntimeError(f"torch {torch.__version__} does not say where its kernels are")
+    driver, types = Driver(), _TYPES[name]
 
-
-def _launch_directly(function: Any, types: tuple[Any, ...]) -> Launch:
-    """By the driver: torch's own way takes the host five times as long, for each operation of a program."""
-    driver = Driver()
-
-    def launch(blocks: int, arguments: list[Any], stream: Any) -> None:
-        plain = [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments]
-        values = [kind(value) for kind, value in zip(types, plain, strict=True)]
-        driver.launch(function, blocks, NUM_THREADS, stream.cuda_stream, values)
+    # by the driver: torch's own way takes the host five times as long, for each operation of a program
+    def launch(blocks: int, arguments: Sequence[int], stream: int) -> None:
+        values = [kind(value) for kind, value in zip(types, arguments, strict=True)]
+        driver.launch(function, blocks, NUM_THREADS, stream, values)
 
     return launch
 
@@ -141,7 +133,10 @@ class HoldKernel:
 
         `memory`: what is moved, flat bytes of the device. Raises UnsupportedError.
         """
-        self.num_blocks, self._flags, self._gates, self._memory = num_blocks, flags, gates, memory
+        self.num_blocks = num_blocks
+        self._kept = flags, gates, memory
+        self._flags, self._gates, self._num_gates = flags.data_ptr(), gates.data_ptr(), gates.numel()
+        self._memory, self._num_elements = memory.data_ptr(), memory.numel() // _ELEMENT_BYTES
         try:
             self._launch = compile_kernel(_UNTIL_RELEASED, "prism_hold")
         except Exception as error:
@@ -150,13 +145,13 @@ class HoldKernel:
 
     def hold(self, call: Call, word: int, ticket: int, stream: Any) -> None:
         """`stream` goes on once word `word` is `ticket`."""
-        blocks, gate = blocks_for(call, self.num_blocks), ticket % len(self._gates)
-        num_bytes = max(sum(tensor.nbytes for tensor in tensors) for tensors in (call.contribution, call.outputs))
-        arguments = [
-            self._flags[word : word + 1], ticket, self._gates[gate : gate + 1], self._memory,
-            self._memory.numel() // _ELEMENT_BYTES, num_bytes // (blocks * NUM_THREADS * _ELEMENT_BYTES),
-        ]  # fmt: skip
-        self._launch(blocks, arguments, stream)
+        blocks = blocks_for(call, self.num_blocks)
+        num_bytes = max(sum([tensor.nbytes for tensor in tensors]) for tensors in (call.contribution, call.outputs))
+        arguments = (
+            self._flags + 4 * word, ticket, self._gates + 4 * (ticket % self._num_gates), self._memory,
+            self._num_elements, num_bytes // (blocks * NUM_THREADS * _ELEMENT_BYTES),
+        )  # fmt: skip
+        self._launch(blocks, arguments, stream.cuda_stream)
 
 
 def hold_kernel(
@@ -228,7 +223,8 @@ class Occupier:
         count = MEMORY_BYTES // _ELEMENT_BYTES
 
         def run(blocks: int, wait_ns: int, duration_ns: int) -> None:
-            launch(blocks, [memory, count, wait_ns, duration_ns], torch.cuda.current_stream())
+            stream = torch.cuda.current_stream().cuda_stream
+            launch(blocks, (memory.data_ptr(), count, wait_ns, duration_ns), stream)
 
         run(1, 0, 1)
         torch.cuda.synchronize()  # whether it runs at all shows now

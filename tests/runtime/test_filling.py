@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from prism_sdk.runtime.calls import COMBINED, GroupState  # noqa: E402
+from prism_sdk.runtime.calls import COMBINED, Call, GroupState  # noqa: E402
 from prism_sdk.runtime.making_up import compensate  # noqa: E402
 from prism_sdk.runtime.manifest import Expected  # noqa: E402
 from prism_sdk.runtime.oncuda.filling import Recorded, can_fill, fill_alone, fill_from, plain_copies  # noqa: E402
@@ -24,6 +24,11 @@ def test_tensors_that_are_not_contiguous_are_left_to_the_host() -> None:
     assert not can_fill(call) and not fill_alone(call)
 
 
+def _restore(call: Call, before: list[torch.Tensor]) -> None:
+    for changed, was in zip((*call.contribution, *call.outputs), before, strict=True):
+        changed.copy_(was)
+
+
 def test_plain_copies_do_what_filling_does(job: Job) -> None:
     """For every kind of operation, and both where the rank's own part stands for the others' and where it does not."""
     num_plain = 0
@@ -37,7 +42,7 @@ def test_plain_copies_do_what_filling_does(job: Job) -> None:
             values = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
             given = {} if without else dict(zip(one.sources, values, strict=True))
             room = {s: Recorded(0, data, torch.zeros(data.numel(), dtype=torch.uint8)) for s, data in given.items()}
-            before = [tensor.clone() for tensor in (*call.contribution, *call.outputs)]
+            before = [each.clone() for each in (*call.contribution, *call.outputs)]
             if not can_fill(call):
                 continue
             copies = plain_copies(call, one, {s: (data.data_ptr(), data.numel()) for s, data in given.items()})
@@ -46,14 +51,12 @@ def test_plain_copies_do_what_filling_does(job: Job) -> None:
             num_plain += bool(copies)
             for target, source, num_bytes in copies:
                 ctypes.memmove(target, source, num_bytes)
-            found = [tensor.clone() for tensor in call.outputs]
-            for tensor, was in zip((*call.contribution, *call.outputs), before, strict=True):
-                tensor.copy_(was)
+            found = [output.clone() for output in call.outputs]
+            _restore(call, before)
             fill_from(call, one, room)
-            for tensor, plain in zip(call.outputs, found, strict=True):
-                assert tensor.numpy().tobytes() == plain.numpy().tobytes(), (call.op, without)
-            for tensor, was in zip((*call.contribution, *call.outputs), before, strict=True):
-                tensor.copy_(was)
+            for output, plain in zip(call.outputs, found, strict=True):
+                assert output.numpy().tobytes() == plain.numpy().tobytes(), (call.op, without)
+            _restore(call, before)
     assert num_plain >= 8
 
 

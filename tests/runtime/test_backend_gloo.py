@@ -45,6 +45,18 @@ EVERYTHING = """
     part = torch.empty(3)
     dist.reduce_scatter_tensor(part, torch.arange(24.0) * (rank + 1 + extra))
     got["reduce-scatter"] = part.tolist()
+    sizes = [1 + member % 3 for member in range(size)]
+    part = torch.empty(sizes[rank])
+    dist.reduce_scatter(part, [torch.arange(1.0, n + 1) * (rank + 1 + extra) for n in sizes])
+    got["uneven reduce-scatter"] = part.tolist()
+    part, nothing = torch.empty(2), torch.empty(0)
+    with dist._coalescing_manager(async_ops=False):
+        dist.reduce_scatter_tensor(nothing, torch.empty(0))
+        dist.reduce_scatter_tensor(part, torch.arange(16.0) * (rank + 1 + extra))
+    got["coalesced reduce-scatter"] = part.tolist()
+    lone = (base[:2] + rank)[::2]  # contiguous, with a stride
+    dist.broadcast(lone, 2)
+    got["lone element"] = lone.tolist()
     for root in (0, 1, 2, 3, 6, 7):
         tensor = base.clone()
         dist.reduce(tensor, root)

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 
 from prism_sdk.abc import ReplayBackend, ReplayContext, ReplaySession
 from prism_sdk.hookspecs import hookimpl
-from prism_sdk.interop.options import at_least
+from prism_sdk.interop.options import at_least, integer
 
 _SPIN_NS = 150_000  # the last stretch is spun: a sleep may end that much late
+_MOST_BLOCKS = 1024  # more than any GPU runs at once
 
 
 class LocalSession(ReplaySession):
@@ -44,7 +45,7 @@ class LocalBackend(ReplayBackend):
     def check_options(self, options: Mapping[str, str]) -> None:
         at_least(options, "device_pool_bytes", default=0, low=0)
         if options.get("occupy") != "off":
-            at_least(options, "occupy", default=0, low=0)  # the default is oncuda/occupying.py's
+            integer(options, "occupy", default=None, low=0, high=_MOST_BLOCKS)  # the default is oncuda/occupying.py's
 
     def open(self, context: ReplayContext) -> ReplaySession:
         return LocalSession()

@@ -16,7 +16,7 @@ import click
 from prism_sdk.cli.choosing import checked_plugins
 from prism_sdk.cli.output import echo_json
 from prism_sdk.cli.outputs import check_folder
-from prism_sdk.cli.parsing import KEY_VALUE, NNODES, NPROC, RANKS, STEPS, Number, parse_target
+from prism_sdk.cli.parsing import NNODES, NPROC, RANKS, STEPS, Number, key_values, parse_target
 from prism_sdk.errors import ExitCode, UsageError, WorldSizeError
 from prism_sdk.runtime.config import (
     DEFAULT_MAX_ROLES,
@@ -94,9 +94,7 @@ _COMMON_OPTIONS: tuple[Callable[[Any], Any], ...] = (
         multiple=True,
         help="Load this plugin too: a module or a .py file (repeatable).",
     ),
-    option(
-        "-O", "--option", "options", type=KEY_VALUE, multiple=True, help="Option of a plugin, key=value (repeatable)."
-    ),
+    key_values(help="Option of a plugin, key=value (repeatable)."),
     option(
         "--device",
         type=click.Choice(["cpu"]),

@@ -23,7 +23,6 @@ from prism_sdk.errors import ScriptNotFoundError
 from prism_sdk.runtime.config import StepRange
 
 __all__ = [
-    "KEY_VALUE",
     "NNODES",
     "NPROC",
     "Number",
@@ -33,6 +32,7 @@ __all__ = [
     "STEP_OR_STEPS",
     "TIME_WINDOW",
     "Target",
+    "key_values",
     "once",
     "parse_ranks",
     "parse_size",
@@ -181,6 +181,20 @@ def _key_value(text: str) -> tuple[str, str]:
     return key.strip(), value
 
 
+def key_values(*, metavar: str | None = None, help: str) -> Callable[[Any], Any]:
+    """Options of plugins; a key that is given again is refused, where a dictionary would take the last silently."""
+    return click.option("-O", "--option", "options", type=_Parsed("key=value", _key_value), multiple=True,
+                        callback=_each_once, metavar=metavar, help=help)  # fmt: skip
+
+
+def _each_once(context: click.Context, parameter: click.Parameter, values: tuple[Any, ...]) -> Any:
+    keys = [key for key, _ in values]
+    if again := next((key for key in keys if keys.count(key) > 1), None):
+        raise click.BadParameter(f"{again!r} is given {keys.count(again)} times, and only one counts: give it once",
+                                 ctx=context, param=parameter)  # fmt: skip
+    return values
+
+
 def _num_devices() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
@@ -215,7 +229,6 @@ RANKS = _Parsed("ranks", parse_ranks)
 STEPS = _Parsed("A:B", StepRange.parse)
 STEP_OR_STEPS = _Parsed("N|A:B", parse_step_or_steps)
 TIME_WINDOW = _Parsed("A:B", parse_time_window)
-KEY_VALUE = _Parsed("key=value", _key_value)
 NPROC = _Parsed("n|auto|cpu|gpu", _nproc)
 NNODES = _Parsed("n", _nnodes)
 

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 
@@ -37,7 +38,7 @@ class Announcement:
     peer: int | None = None
     number: int = 0  # of a message's lane
     count: int = 0
-    sizes: tuple[int, ...] = ()  # gathers: of each member's part; all-to-all: sent to each
+    sizes: tuple[int, ...] = ()  # gathers, uneven reduce-scatter: of each member's part; all-to-all: sent to each
     received: tuple[int, ...] = ()  # all-to-all: from each
     tensor_counts: tuple[int, ...] = ()  # reduce-scatter of several tensors, each of which is scattered
 
@@ -54,8 +55,11 @@ def announcement(call: Call, one: Expected, *, rank: int, handle: tuple[int, int
         if len({tensor.dtype for tensor in call.contribution}) != 1:
             return None
         dtype, count = call.contribution[0].dtype, call.num_elements_in
-        if call.op is Op.REDUCE_SCATTER and len(call.deliveries) == len(call.contribution) > 1:
-            counts = tuple(tensor.numel() for tensor in call.contribution)
+        each = tuple(tensor.numel() for tensor in call.contribution)
+        if call.op is Op.REDUCE_SCATTER and len(call.deliveries) == len(each) > 1:
+            counts = each
+        elif call.op is Op.REDUCE_SCATTER and len(each) == size and len(set(each)) > 1:
+            sizes = each
     elif call.op is Op.BROADCAST or call.op is Op.SCATTER or call.op is Op.RECV:
         count = sum(tensor.nbytes for tensor in call.outputs)
     elif call.op is Op.SEND:
@@ -81,15 +85,22 @@ def message_size(announced: Mapping[int, Announcement], size: int, source: int, 
     """Elements of one message of a collective, from what one of its ends announced (by rank in the group)."""
     one = announced.get(source) or announced[destination]
     if one.op is Op.ALL_REDUCE or one.op is Op.REDUCE_SCATTER:
-        bounds = chunk_bounds(one.count, size)
+        bounds = bounds_of(one, size)
         return bounds[piece + 1] - bounds[piece]
     if one.op is Op.ALL_TO_ALL:
         return one.sizes[destination] if one.member == source else one.received[source]
     return one.sizes[piece] if one.sizes else one.count
 
 
+def bounds_of(one: Announcement, size: int) -> tuple[int, ...]:
+    """Where the pieces of an all-reduce or reduce-scatter begin, and the last one's end."""
+    if one.op is Op.REDUCE_SCATTER and one.sizes:
+        return (0, *accumulate(one.sizes))
+    return _chunk_bounds(one.count, size)
+
+
 @lru_cache(256)
-def chunk_bounds(count: int, size: int) -> tuple[int, ...]:
+def _chunk_bounds(count: int, size: int) -> tuple[int, ...]:
     """`split`, remembered."""
     return split(count, size)
 
@@ -104,7 +115,8 @@ def by_shards(whole: torch.Tensor, counts: tuple[int, ...], size: int) -> torch.
     """Tensors one after the other, each of which is scattered, in the order of the members that get the parts."""
     if not counts:
         return whole
-    return torch.cat([part.view(size, -1) for part in whole.split(counts)], dim=1).reshape(-1)
+    rows = [part.view(size, part.numel() // size) for part in whole.split(counts)]  # of an empty one -1 says nothing
+    return torch.cat(rows, dim=1).reshape(-1)
 
 
 class SameBoard:

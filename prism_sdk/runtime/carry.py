@@ -29,13 +29,14 @@ from prism_sdk.runtime.announce import (
     Announcement,
     SameBoard,
     announcement,
+    bounds_of,
     by_shards,
-    chunk_bounds,
     message_size,
     steps_of,
 )
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.manifest import Expected
+from prism_sdk.runtime.oncuda.staging import flat_bytes
 from prism_sdk.runtime.tensors import FOLD, deliver, fill, memory_differs, memory_of, plain
 from prism_sdk.runtime.transport import Communicator
 from prism_sdk.runtime.wire import Channel
@@ -57,6 +58,8 @@ class Carrier:
         self._communicators = communicators
         self._control = Channel(control)
         self._workers: dict[int, queue.SimpleQueue[CollectiveCarriage]] = {}
+        self._under_way: set[CollectiveCarriage] = set()
+        self._error: RunError | None = None
         self._numbers: dict[tuple[Any, ...], int] = {}  # of lanes of messages
         self.counts = dict.fromkeys(
             ("carried_operations", "scheduled_messages_sent", "scheduled_messages_received", "scheduled_sent_bytes",
@@ -77,12 +80,23 @@ class Carrier:
             return self._message(call, one, told, communicator)
         carriage = CollectiveCarriage(self, operation, told, communicator)
         self._control.send(("issue", told))
+        self._under_way.add(carriage)
+        if self._error is not None:
+            carriage.let_go(self._error)
+            return carriage
         worker = self._workers.get(one.group_id)
         if worker is None:
             worker = self._workers[one.group_id] = queue.SimpleQueue()
             threading.Thread(target=_work, args=(worker,), daemon=True, name="prism-carry").start()
         worker.put(carriage)
         return carriage
+
+    def ended(self, carriage: CollectiveCarriage, error: RunError | None) -> None:
+        """An operation is over. What breaks off leaves messages behind, so whatever the rank waits for ends with it."""
+        self._under_way.discard(carriage)
+        self._error = self._error or error
+        for other in (carriage, *(tuple(self._under_way) if self._error is not None else ())):
+            other.let_go(self._error)
 
     def _message(self, call: Call, one: Expected, told: Announcement, communicator: Communicator) -> Carriage | None:
         assert one.stream is not None and call.peer is not None
@@ -153,6 +167,11 @@ class CollectiveCarriage:
         if self._error is not None:
             raise self._error
 
+    def let_go(self, error: RunError | None) -> None:
+        """It is over, or another one broke off."""
+        self._error = error
+        self._ended.set()
+
     def deliver(self) -> bool:
         call, carrier = self.call, self._carrier
         if call.op in REDUCTIONS:
@@ -192,12 +211,14 @@ class CollectiveCarriage:
 
     def run(self) -> None:
         """Play this rank's schedule to its end."""
+        broken: RunError | None = None
         try:
             self._run()
         except Exception as error:
             what = f"{self.call.op.name.lower()} in a group of {len(self.call.group.ranks)} with virtual members"
-            self._error = RunError(f"{what} broke off: {error}", hint="an end of the assistant's shows on stderr")
-        self._ended.set()
+            broken = RunError(f"{what} broke off: {error}", hint="an end of the assistant's shows on stderr")
+            broken.__cause__ = error
+        self._carrier.ended(self, broken)
 
     def _run(self) -> None:
         call, told = self.call, self._told
@@ -253,10 +274,10 @@ class CollectiveCarriage:
             self._whole = by_shards(joined, told.tensor_counts, size)
             if call.op is Op.REDUCE:
                 return _one(self._whole), _one(self._whole)
-            bounds = chunk_bounds(told.count, size)
+            bounds = bounds_of(told, size)
             self._parts = [self._whole[a:b] for a, b in pairwise(bounds)]
             return self._parts.__getitem__, self._parts.__getitem__
-        own = _flat_bytes(call.contribution)
+        own = _joined_bytes(call.contribution)
         if call.op is Op.BARRIER:
             token = torch.zeros(1, dtype=torch.uint8)
             return _one(token), _one(torch.zeros_like(token))
@@ -292,7 +313,7 @@ def _room(num_bytes: int) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _flat_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _joined_bytes(tensors: list[torch.Tensor]) -> torch.Tensor:
     """All bytes in a buffer of their own: the program may change its tensors once it holds the result."""
-    flat = [plain(tensor).reshape(-1).view(torch.uint8) for tensor in tensors]
+    flat = [flat_bytes(plain(tensor)) for tensor in tensors]
     return torch.cat(flat) if flat else _room(0)

@@ -6,6 +6,7 @@ values (prefetch.py).  Groups whose members are all sandbox ranks run on the scr
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
@@ -235,7 +236,7 @@ class EmulateSeam(Seam):
         assert self._mesh is not None and call.peer is not None
         group = call.group
         position = self.facts.sandbox.index(group.ranks[call.peer])
-        tag = (group.group_id % 997) << 16 | (call.tag or 0) & 0xFFFF  # gloo tags are 32 bits; groups must not mix
+        tag = zlib.crc32(f"{group.group_id} {call.tag or 0}".encode()) >> 1  # 31 bits; groups and tags must not mix
         if call.op is Op.SEND:
             return self._mesh.send(call.contribution, position, tag)
         return self._mesh.recv(call.outputs, position, tag)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
-from prism_sdk.errors import RunError, TraceMismatchError, UnreadableError, UsageError
+from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.folding import folded_graph
@@ -32,6 +32,7 @@ from prism_sdk.runtime.launcher import AllAtOnce, check_target, run_job
 from prism_sdk.runtime.manifest import Script, is_by_roles, is_grown, read_scripts
 from prism_sdk.runtime.oncuda.holdtable import create_table, has_gpu
 from prism_sdk.runtime.prefetch import create_ring, save_sequence
+from prism_sdk.runtime.processes import ended_early, wait_or_kill
 from prism_sdk.runtime.progress import Progress, Report
 from prism_sdk.runtime.ranks import EmulateSpec
 from prism_sdk.runtime.roles.recorded import RecordedRoles
@@ -79,7 +80,7 @@ class SandboxPolicy(AllAtOnce):
         super().tick()
         for name, process in self._watched:
             if process.poll() is not None:
-                self.host.fail(RunError(f"{name} ended before the ranks did (exit status {process.returncode})"))
+                self.host.fail(ended_early(name, process.returncode))
         now = time.monotonic_ns()
         for rank, request in list(self._waiting.items()):
             if now - self._asked_ns[rank] > request[-1] * 1e9:
@@ -255,9 +256,6 @@ def _prepare(
             )
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
-    for key in ("occupy", "device_pool_bytes"):
-        if (key, config.options.get(key)) != ("occupy", "off"):
-            at_least(config.options, key, default=0, low=0)
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
@@ -345,6 +343,7 @@ def _assistants(
                     start_new_session=True,
                 )
             )  # fmt: skip
+            context.watch(processes[-1], f"the process that reads values ahead of rank {rank}")
         for position, (hold_fd, rank) in enumerate(zip(facts.hold_fds, scripts, strict=False)):
             cpu = str(alone[position]) if alone else ""
             arguments = [parent_id, str(hold_fd), str(facts.plan), str(rank), str(facts.board_fd), cpu]
@@ -360,4 +359,4 @@ def _assistants(
         for process in processes:
             process.terminate()
         for process in processes:
-            process.wait()
+            wait_or_kill(process)

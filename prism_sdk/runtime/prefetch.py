@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import struct
 import sys
 import threading
@@ -268,7 +269,9 @@ class _Producer:
         """Give a payload a place and have it read, if there is room."""
         read: Future[int] | None = None
         offset = self._stays.get(item.digest)
-        if offset is not None:
+        if not item.num_bytes:
+            offset = 0  # takes no place, and none of what goes round waits for it
+        elif offset is not None:
             if item.digest not in self._filled:
                 self._filled[item.digest] = self._read(item, offset)
             read = self._filled[item.digest]
@@ -291,8 +294,6 @@ class _Producer:
 
     def _read(self, item: Item, offset: int) -> Future[int] | None:
         """Have a payload read; None: it has been."""
-        if not item.num_bytes:
-            return None
         target = self._ring.data(offset, item.num_bytes)
         if item.num_bytes > _SMALL_BYTES:
             return self._pool.submit(self._reader.read_payload_into, item.digest, target)
@@ -328,10 +329,15 @@ def main(argv: Sequence[str]) -> int:
     cpus = [int(cpu) for cpu in listed.split(",") if cpu]
     if cpus:
         os.sched_setaffinity(0, cpus)
-    with prismtrace.TraceReader(trace) as reader:
-        num_readers = min(len(cpus), _MOST_READERS) or 1  # where no CPU is free the rank has to share its own
-        _Producer(Ring(int(fd)), reader, load_sequence(Path(path)), num_readers).run()
-    return 0
+    try:
+        with prismtrace.TraceReader(trace) as reader:
+            num_readers = min(len(cpus), _MOST_READERS) or 1  # where no CPU is free the rank has to share its own
+            _Producer(Ring(int(fd)), reader, load_sequence(Path(path)), num_readers).run()
+    except (prismtrace.PrismTraceError, OSError) as error:
+        sys.stderr.write(f"prism: values of other ranks cannot be read: {error}\n")
+        return 1
+    while True:  # until it is ended: who ends before the rank does is missed
+        signal.pause()
 
 
 if __name__ == "__main__":

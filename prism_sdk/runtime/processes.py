@@ -154,9 +154,19 @@ def wait_or_kill(process: ForkServer) -> None:
 
 def forkserver_ended(process: ForkServer) -> PrismError:
     """Its socket closes a little before its end can be seen."""
-    how = "but still runs"
+    how, hint = "but still runs", None
     with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(GRACE_S)
-        how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-    hint = "memory may have run out: run fewer ranks at once" if process.returncode == -signal.SIGKILL else None
+        how, hint = _how_ended(process.wait(GRACE_S))
     return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
+
+
+def ended_early(name: str, code: int) -> PrismError:
+    """A process that ranks depend on is gone."""
+    how, hint = _how_ended(code)
+    return RunError(f"{name} ended before the ranks did ({how})", hint=hint)
+
+
+def _how_ended(code: int) -> tuple[str, str | None]:
+    """How, and what to do about it."""
+    how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    return how, "memory may have run out: run fewer ranks at once" if code == -signal.SIGKILL else None

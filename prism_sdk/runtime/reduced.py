@@ -21,7 +21,7 @@ from functools import lru_cache
 import torch
 
 from prism_sdk.pruning import Pending, reduced_size, ring_sends, scaled_count
-from prism_sdk.runtime.announce import REDUCTIONS, Announcement, chunk_bounds
+from prism_sdk.runtime.announce import REDUCTIONS, Announcement, bounds_of
 from prism_sdk.runtime.reducedgroups import Part, ReducedGroup
 from prismtrace import Op, ReduceOp
 
@@ -91,7 +91,7 @@ def join_as_member(one: Announcement, group: ReducedGroup, shape: Shape, own: to
         work = group.reduce(buffer, shape.position(one.root), _sum_of(one))
         return Running(work, {WHOLE: buffer} if one.member == one.root else {})
     if one.op is Op.REDUCE_SCATTER:
-        bounds = chunk_bounds(one.count, shape.size)
+        bounds = bounds_of(one, shape.size)
         shards = [own[bounds[member] : bounds[member + 1]] for member in shape.members] if own.numel() else []
         output, work = _reduce_scatter(one, group, shape, shards, room)
         return Running(work, {WHOLE: output[: bounds[one.member + 1] - bounds[one.member]]})
@@ -139,7 +139,7 @@ def join_as_virtual(
         buffer = _filled(room, whole, count=one.count, dtype=one.dtype)
         return group.reduce(buffer, shape.position(one.root), _sum_of(one))
     if one.op is Op.REDUCE_SCATTER:
-        bounds = chunk_bounds(one.count, shape.size)
+        bounds = bounds_of(one, shape.size)
         known = [parts[WHOLE]] if WHOLE in parts else []
         shards = [whole[bounds[member] : bounds[member + 1]] for whole in known for member in shape.members]
         return _reduce_scatter(one, group, shape, shards, room)[1]
@@ -185,7 +185,7 @@ def _filled(
 def _reduce_scatter(
     one: Announcement, group: ReducedGroup, shape: Shape, shards: Sequence[torch.Tensor], room: Room
 ) -> tuple[torch.Tensor, Pending]:
-    bounds = chunk_bounds(one.count, shape.size)
+    bounds = bounds_of(one, shape.size)
     largest = max(bounds[m + 1] - bounds[m] for m in shape.members)
     count = max(shape.scaled(Op.REDUCE_SCATTER, Fraction(one.count, shape.size)), largest)
     parts = room(count * shape.num_ranks, one.dtype)

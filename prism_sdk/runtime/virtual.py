@@ -35,8 +35,8 @@ from prism_sdk.runtime.announce import (
     SAME,
     Announcement,
     SameBoard,
+    bounds_of,
     by_shards,
-    chunk_bounds,
     message_size,
 )
 from prism_sdk.runtime.assisting import listen, run
@@ -165,7 +165,7 @@ class Assistant:
         combined = supply.by_member.get(COMBINED)
         if combined is not None:
             combined = fit(by_shards(combined, one.tensor_counts, size), one.count)
-        bounds = chunk_bounds(one.count, size)
+        bounds = bounds_of(one, size)
         transfers = dict(self.plan.members(one.handle[0]))
         begun: list[int] = []
 

@@ -280,6 +280,13 @@ BAD = {
     "value of a strategy": (["calibrate", "--graph", "bare.prism", "-O", "passes=0", "train.py"], 2, "at least 1"),
     "value of warm-up": (["calibrate", "--graph", "bare.prism", "-O", "warmup_steps=-1", "train.py"], 2, "at least 0"),
     "value of a backend": (["emulate", "--graph", "calibrated.prism", "-O", "occupy=x", "train.py"], 2, "whole number"),
+    "too many blocks": (
+        ["emulate", "--graph", "calibrated.prism", "-O", "occupy=99999999999", "train.py"],
+        2,
+        "occupy=99999999999 is not in 0 .. 1024",
+    ),
+    "an option twice": (["calibrate", "--graph", "bare.prism", "-O", "passes=1", "-O", "passes=2", "train.py"], 2,
+                        "'passes' is given 2 times"),
     "value of another": (
         ["emulate", "--graph", "calibrated.prism", "--backend", "gloo", "-O", "lead_us=-1", "train.py"],
         2,

@@ -101,6 +101,7 @@ def test_a_variant_that_changes_nothing_is_refused(
         ("cat --rank 0 --step 1 --ranks 1", "'--rank' / '--ranks': it is given 2 times"),
         ("simulate --steps 0:1 --steps 1:2 --steps 2:3", "'--steps': it is given 3 times"),
         ("diff FILE --ignore times --ignore memory", "'--ignore': it is given 2 times"),
+        ("convert -o out.prism -O steps=1 -O steps=2", "'--option': 'steps' is given 2 times"),
     ],
 )
 def test_an_option_without_an_effect_is_refused(

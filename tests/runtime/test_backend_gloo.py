@@ -45,6 +45,18 @@ EVERYTHING = """
     part = torch.empty(3)
     dist.reduce_scatter_tensor(part, torch.arange(24.0) * (rank + 1 + extra))
     got["reduce-scatter"] = part.tolist()
+    sizes = [1 + member % 3 for member in range(size)]
+    part = torch.empty(sizes[rank])
+    dist.reduce_scatter(part, [torch.arange(1.0, n + 1) * (rank + 1 + extra) for n in sizes])
+    got["uneven reduce-scatter"] = part.tolist()
+    part, nothing = torch.empty(2), torch.empty(0)
+    with dist._coalescing_manager(async_ops=False):
+        dist.reduce_scatter_tensor(nothing, torch.empty(0))
+        dist.reduce_scatter_tensor(part, torch.arange(16.0) * (rank + 1 + extra))
+    got["coalesced reduce-scatter"] = part.tolist()
+    lone = (base[:2] + rank)[::2]  # contiguous, with a stride
+    dist.broadcast(lone, 2)
+    got["lone element"] = lone.tolist()
     for root in (0, 1, 2, 3, 6, 7):
         tensor = base.clone()
         dist.reduce(tensor, root)
@@ -81,6 +93,12 @@ EVERYTHING = """
     dist.send(base, right, tag=1)
     work.wait()
     got["ring"] = tensor.tolist()
+    tags, rooms = (1, 65537), [torch.empty_like(base) for _ in range(2)]
+    works = [dist.irecv(room, left, tag=tag) for room, tag in zip(rooms, reversed(tags))]
+    works += [dist.isend(base * tag, right, tag=tag) for tag in tags]
+    for work in works:
+        work.wait()
+    got["tags"] = [room.tolist() for room in rooms]
     dist.barrier()
     dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(got))

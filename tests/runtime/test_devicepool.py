@@ -100,6 +100,37 @@ def test_nothing_is_written_over_before_it_was_used(job: Job) -> None:
     os.close(ring_fd)
 
 
+def test_what_is_under_way_to_the_device_stays_on_the_host(job: Job) -> None:
+    """Also what was too large for the ring, and is in memory of its own: a device may read it late."""
+    job.add("broadcast_", ([torch.zeros(1000)], None, 0, 0), {0: bytes(4000)})
+    script = job.script()
+    fill_ring(ring_fd := create_ring(1 << 20), script, job.path, capacity=2000)
+    given: list[Any] = []
+    token = SimpleNamespace(is_done=False)
+
+    class Copier:
+        def copy(self, offset: int, source: memoryview) -> Any:
+            given.append(source.obj)
+            return token
+
+        def is_done(self, token: Any) -> bool:
+            return bool(token.is_done)
+
+        def let_wait(self, token: Any) -> None:
+            token.is_done = True
+
+    memory = torch.zeros(pool_bytes_for(script, limit=0), dtype=torch.uint8)
+    with TraceReader(job.path) as reader:
+        pool = DevicePool(memory, script, Consumer(ring_fd, reader, script.sequence), Copier(), reap=lambda: None)
+        pool.take(0, 1)
+        with pytest.raises(BufferError):  # somebody holds it
+            given[0].append(0)
+        token.is_done = True
+        pool.pump()
+        given[0].append(0)
+    os.close(ring_fd)
+
+
 def test_of_a_scattered_reduction_only_the_own_shard_is_compared(job: Job) -> None:
     args = (tensor(0, 0), torch.zeros(6), None, SUM)
     job.add("_reduce_scatter_base_", args, {-1: floats(7, 8), OWN: floats(1, 2, 3, 4, 5, 6)})

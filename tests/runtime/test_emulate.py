@@ -13,7 +13,7 @@ import pytest
 
 from prismtrace import GraphKind, Op, TraceReader, UnitKind
 from tests.runtime.conftest import Bench
-from tests.runtime.laboratory import DDP, RANKS, Laboratory, metadata
+from tests.runtime.laboratory import DDP, RANKS, Laboratory, made_up_times, metadata
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -223,3 +223,43 @@ def test_a_job_without_steps_whose_futures_cross(bench: Bench) -> None:
         assert ended.code == 0, ended.err
         if verb != "calibrate":
             assert "0 [1.0, 3.0] 1" in ended.out
+
+
+KILLER = """
+    import os, pathlib, signal, sys, time
+    import torch, torch.distributed as dist
+    graph, victim = sys.argv[1:]
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.ones(3))
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*") if victim else ():
+        try:
+            words, state = (folder / "cmdline").read_text(), (folder / "stat").read_text()
+        except OSError:
+            continue
+        found.append((int(folder.name), int(state.rpartition(")")[2].split()[1]), words))
+    parents = [parent for _, parent, words in found if "runtime.prefetch" in words and graph in words]
+    for number, parent, words in found:
+        if parent in parents and victim in words:
+            os.kill(number, signal.SIGKILL)
+            time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "victim", "name"),
+    [
+        ("local", "prism_sdk.runtime.prefetch", "the process that reads values ahead of rank 0"),
+        ("gloo", "prism_sdk.runtime.virtual", "the assistant that plays the virtual ranks"),
+    ],
+)
+def test_a_helper_that_is_killed_ends_the_run(bench: Bench, backend: str, victim: str, name: str) -> None:
+    """Without it operations would come late, or never, and times would mean nothing."""
+    script, bare = bench.script(KILLER), bench.folder / "bare.prism"
+    words = ("record", script, "--nproc-per-node", "2", "-o", str(bare))
+    assert bench.run_shared(*words, arguments=("", "")).code == 0
+    graph = made_up_times(bare, bench.folder / "graph.prism")
+    ended = bench.run_shared("emulate", script, "--graph", str(graph), "--backend", backend, "-o", str(bench.output),
+                             arguments=(str(graph), victim))  # fmt: skip
+    assert ended.code == 1 and f"{name} ended before the ranks did (killed by SIGKILL)" in ended.err
+    assert "memory may have run out" in ended.err and "Traceback" not in ended.err

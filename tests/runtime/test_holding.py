@@ -148,6 +148,13 @@ def operations(job: Job) -> list[tuple[Call, list[list[float]]]]:
     source = tensor(0, 0, 1, 2, 0, 0)
     given = {-1: floats(7, 8), OWN: floats(9, 9, 1, 1, 9, 9)}
     expect(job.add("_reduce_scatter_base_", (out, source, None, SUM), given), [7, 9])
+    parts = [tensor(0, 0, 0), tensor(5), tensor(0, 0, 0, 0)]  # uneven
+    out, given = tensor(0), {-1: floats(7), OWN: floats(9, 9, 9, 1, 9, 9, 9, 9)}
+    expect(job.add("reduce_scatter_", ([out], [parts], None, SUM), given), [11])
+    lone = torch.zeros(2)[::2]  # contiguous, with a stride
+    expect(job.add("allreduce_", ([lone], None, SUM), {-1: floats(10), OWN: floats(1)}), [9])
+    lone = torch.zeros(2)[::2]
+    expect(job.add("broadcast_", ([lone], None, 0, 0), {0: floats(8)}), [8])
     out = torch.zeros(6)
     out[2:4] = tensor(3, 4)
     expect(job.add("_allgather_base_", (out, out[2:4]), {0: floats(1, 2), 2: floats(5, 6)}), [1, 2, 3, 4, 5, 6])

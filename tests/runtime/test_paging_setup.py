@@ -46,6 +46,9 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     assert found.spec is not None and found.spec.others_bytes == {} and "what NCCL takes" in said.pop()
     with pytest.raises(UsageError, match="limits GPUs"):
         plan(2, device="cpu", device_memory_bytes=1)
+    for size in (0, 1 << 63):
+        with pytest.raises(UsageError, match="no GPU has that much"):
+            plan(2, device_memory_bytes=size)
     with pytest.raises(UsageError, match="no such folder"):
         plan(2, parked_disk=tmp_path / "nowhere")
     assert not said
@@ -57,3 +60,5 @@ def test_a_launch_plans_what_it_needs_and_no_more(tmp_path: Path, monkeypatch: p
     assert plan(2) == setup.PagingPlan() and "stays on the GPU" in said[0]
     found = plan(2, mode=LaunchMode.EMULATE, device_memory_bytes=1 << 30)
     assert found.spec is not None and not found.spec.has_library and found.library is None
+    plan(0, mode=LaunchMode.EMULATE, device_memory_bytes=1 << 30)
+    assert "this machine shows none" in said[-2]

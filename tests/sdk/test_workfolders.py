@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from prism_sdk.errors import RunError
 from prism_sdk.workfolders import work_folder
 
 HOLDER = """
@@ -46,3 +51,15 @@ def test_what_a_killed_command_has_left_goes_and_what_is_in_use_stays(tmp_path: 
     using.communicate("")
     assert using.returncode == 0
     assert set(tmp_path.iterdir()) == before - {abandoned, in_use}
+
+
+@pytest.mark.parametrize(("free", "error"), [(0, RunError), (1 << 30, OSError)])
+def test_a_disk_that_fills_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, error: type[Exception]
+) -> None:
+    """What a write raises does not say where; with room in the folder it was another file, such as standard output."""
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(error) as caught, work_folder("prism-test-", beside=tmp_path / "out") as mine:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert (f"{tmp_path}: No space left on device\n  make room there" in str(caught.value)) == (error is RunError)
+    assert not mine.exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from prism_sdk.cli.output import echo_json
-from prism_sdk.cli.parsing import KEY_VALUE
+from prism_sdk.cli.parsing import key_values
 from prism_sdk.errors import ExitCode
 
 
@@ -19,9 +19,7 @@ from prism_sdk.errors import ExitCode
 @click.option("--from", "importer", metavar="NAME", help="The importer; found from the sources when left out.")
 @click.option("--to", "exporter", metavar="NAME", help="The exporter; found from the ending of DST when left out.")
 @click.option("--lossless", is_flag=True, help="Import everything that the sources hold, not only what a graph needs.")
-@click.option(
-    "-O", "--option", "options", type=KEY_VALUE, multiple=True, metavar="KEY=VALUE", help="An option of the plugin."
-)
+@key_values(metavar="KEY=VALUE", help="An option of the plugin.")
 @click.option("--plugin", "named", metavar="PLUGIN", multiple=True, help="Load this one too: a module or a .py file.")
 @click.option("--overwrite", is_flag=True, help="Replace the output if it exists.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")

@@ -64,7 +64,8 @@ class Placed:
 def wants_of(script: Script) -> list[Want]:
     """For each payload of a script what of it must be on the device.
 
-    Of a rank's own contribution to a reduction only what is returned to it is compared: in a scatter its shard.
+    Of a rank's own contribution to a reduction only what is returned to it is compared: in a scatter its shard, which
+    is not told where shards differ in size.
     """
     wants = [Want(0, item.num_bytes, 0) for item in script.sequence.items]
     for one in script.expected:
@@ -73,7 +74,8 @@ def wants_of(script: Script) -> list[Want]:
                 continue
             index = one.first_item + position
             start, size = 0, script.sequence.items[index].num_bytes
-            if one.op is Op.REDUCE_SCATTER:
+            is_even = one.num_elements_in == one.num_elements_out * len(one.group_ranks)
+            if one.op is Op.REDUCE_SCATTER and is_even:
                 size //= len(one.group_ranks)
                 start = size * one.group_ranks.index(script.rank)
             wants[index] = Want(start, size, size // max(one.dtype.itemsize_bytes, 1))
@@ -105,7 +107,7 @@ class DevicePool:
         self._circle: deque[Placed] = deque()  # oldest first
         self._head = 0
         self._ahead = 0  # the payload to place next
-        self._copying: deque[tuple[int, Any]] = deque()
+        self._copying: deque[tuple[int, Any, memoryview | None]] = deque()  # with what is copied, so that it stays
         self._skipped: set[int] = set()  # that the host takes
         self.hits = self.misses = self.hit_bytes = self.miss_bytes = 0
         source.copied_until(0)
@@ -128,7 +130,7 @@ class DevicePool:
         if index in self._skipped:
             self._skipped.discard(index)
             self._ahead += 1
-            self._copying.append((index, None))
+            self._copying.append((index, None, None))
             return True
         if not self._source.has(index):
             return False
@@ -140,7 +142,7 @@ class DevicePool:
         offset = place_in_circle(size, self._capacity, self._head, oldest) if size else 0
         if offset is None:
             return False
-        token = None
+        token = view = None
         if want.num_bytes:
             view = self._source.view(index)
             token = self._copier.copy(offset, view[want.start : want.start + want.num_bytes])
@@ -148,7 +150,7 @@ class DevicePool:
         if size:
             self._circle.append(placed)
             self._head = placed.end
-        self._copying.append((index, token))
+        self._copying.append((index, token, view))
         self._ahead = index + 1
         return True
 

@@ -14,6 +14,7 @@ import torch
 
 from prism_sdk.runtime.calls import COMBINED, Call
 from prism_sdk.runtime.manifest import OWN, Expected
+from prism_sdk.runtime.oncuda.staging import flat_bytes
 from prismtrace import Op, ReduceOp
 
 SMALL_BYTES = 65_536
@@ -40,11 +41,6 @@ class Recorded:
 def can_fill(call: Call) -> bool:
     """Whether the operation's tensors are laid out as this module (and NCCL) wants them."""
     return all(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg() for tensor in call.contribution)
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a view."""
-    return tensor.data.reshape(-1).view(torch.uint8)
 
 
 def needs_filling(call: Call, one: Expected) -> bool:
@@ -234,7 +230,7 @@ def _reduce(call: Call, total: Recorded, then: Recorded | None, compensate: Comp
         was = then.data[start : start + size]
         num_members = len(call.group.ranks)
         is_flat = output.is_contiguous()
-        flat = output.data.view(-1) if is_flat else was.view(output.dtype)
+        flat = flat_bytes(output).view(output.dtype) if is_flat else was.view(output.dtype)
         if is_flat and compensate is not None and compensate(flat, part, live[0], was, call.reduce_op, num_members):
             continue
         _compensate_flat(flat, part, live[0], was, mask, call.reduce_op, num_members=num_members)

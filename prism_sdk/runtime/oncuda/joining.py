@@ -21,9 +21,10 @@ from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.manifest import Expected, Script
 from prism_sdk.runtime.oncuda.communicators import Communicator, Key, Scratch, connect, key_of, keys_of, weight_bytes
 from prism_sdk.runtime.oncuda.driver import Driver
-from prism_sdk.runtime.oncuda.filling import copy_pieces, flat_bytes
+from prism_sdk.runtime.oncuda.filling import copy_pieces
 from prism_sdk.runtime.oncuda.holdtable import MOST_ALIKE
 from prism_sdk.runtime.oncuda.nccl import share_device
+from prism_sdk.runtime.oncuda.staging import flat_bytes
 from prism_sdk.runtime.reduced import WHOLE, join_as_member, message, needs_values, sent_bytes, weighed
 from prism_sdk.runtime.wire import Channel
 from prismtrace import Op, ReduceOp

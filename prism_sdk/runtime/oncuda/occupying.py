@@ -181,7 +181,7 @@ def hold_kernel(
 
 def blocks_of(option: str | None) -> int:
     """What `-O occupy` says: a number of thread blocks, or `off`, which is 0; absent: `NUM_BLOCKS`."""
-    return NUM_BLOCKS if option is None else int(option) if option.isdigit() else 0
+    return NUM_BLOCKS if option is None else 0 if option == "off" else int(option)
 
 
 class Occupier:

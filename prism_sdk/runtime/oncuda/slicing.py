@@ -33,6 +33,7 @@ from prism_sdk.runtime.oncuda.filling import SMALL_BYTES, make_up
 from prism_sdk.runtime.oncuda.occupying import Occupier, blocks_of
 from prism_sdk.runtime.oncuda.order import device_of
 from prism_sdk.runtime.oncuda.scratch import nccl_scratch, uses_nccl
+from prism_sdk.runtime.oncuda.staging import flat_bytes
 from prism_sdk.runtime.oncuda.tracing import DeviceTracer
 from prism_sdk.runtime.tensors import memory_of
 from prism_sdk.runtime.tracer import now_ns
@@ -279,9 +280,9 @@ def _copy_own(call: Call, tensor: torch.Tensor, offset_bytes: int) -> None:
             continue
         if part.data_ptr() + offset_bytes == target.data_ptr():
             return  # in place
-        source = part.detach().contiguous().view(-1).view(torch.uint8)[offset_bytes:]
+        source = flat_bytes(part.contiguous())[offset_bytes:]
         if target.is_contiguous():
-            flat = target.view(-1).view(torch.uint8)
+            flat = flat_bytes(target)
             count = min(flat.numel(), source.numel())
             flat[:count].copy_(source[:count])
         elif source.numel() >= target.nbytes:

@@ -27,7 +27,7 @@ def room() -> torch.Tensor:
 
 def staged(flat: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of a flat tensor piece by piece; each piece is gone when the next one is asked for."""
-    for part in _bytes_of(flat).split(_BYTES):
+    for part in flat_bytes(flat).split(_BYTES):
         piece = room()[: part.numel()]
         piece.copy_(part)
         yield piece
@@ -36,7 +36,7 @@ def staged(flat: torch.Tensor) -> Iterator[torch.Tensor]:
 def unstaged(flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
     """Pieces to be filled in turn, each with its offset; one goes to the tensor when the next is asked for."""
     offset = 0
-    for part in _bytes_of(flat).split(_BYTES):
+    for part in flat_bytes(flat).split(_BYTES):
         piece = room()[: part.numel()]
         yield offset, piece
         with torch.inference_mode():  # as tensors.py does
@@ -52,5 +52,7 @@ def can_stage(tensor: torch.Tensor) -> bool:
     )  # fmt: skip
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.data.view(-1).view(torch.uint8)
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, as a view."""
+    # a tensor of one element is contiguous whatever its stride, which `view(dtype)` would mind
+    return tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -23,6 +23,7 @@ from prism_sdk.runtime.ranks import PagingSpec
 __all__ = ["PagingPlan", "plan_paging"]
 
 _UNKNOWN_BYTES = 1 << 40  # where the host does not tell how much it has
+_MOST_BYTES = 1 << 50  # of a GPU
 _RESERVE_BYTES = 3 << 29  # left free for what is allocated past the library: contexts, kernels, workspaces
 
 
@@ -46,9 +47,11 @@ def plan_paging(
         report: says one line.
 
     Raises:
-        UsageError: a limit is asked for on a job that uses no GPU, or the folder for parked memory cannot be used.
+        UsageError: a limit that no GPU has, or of a job that uses none, or no such folder for parked memory.
     """
     limit = config.device_memory_bytes or 0
+    if config.device_memory_bytes is not None and not 0 < limit <= _MOST_BYTES:
+        raise UsageError(f"--device-memory of {limit} bytes: no GPU has that much", hint="give its size, e.g. 80GiB")
     if config.device == "cpu":
         if limit:
             raise UsageError("--device-memory limits GPUs, and with --device cpu the job uses none")
@@ -57,6 +60,8 @@ def plan_paging(
     if disk is not None and not disk.is_dir():
         raise UsageError(f"--parked-disk {disk}: there is no such folder")
     num_devices = _num_devices(environ)
+    if limit and not num_devices:
+        report("--device-memory limits GPUs, and this machine shows none")
     can_move = config.mode is LaunchMode.RECORD and not (config.parked_memory_bytes == 0 and disk is None)
     if not limit and not (can_move and num_devices):
         return PagingPlan()

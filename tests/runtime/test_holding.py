@@ -270,7 +270,7 @@ def test_every_operation_gets_its_values_at_its_time(job: Job, device: Device, i
     side = 0 if not is_async else 3  # the second copies
     per_call = [("write", 0), ("wait", side), ("write", side)]
     assert [said for said in device.said[4:] if said[0] != "copy"] == per_call * len(wanted)
-    assert device.said.count(("copy", 4)) == 7  # on the stream that fills: two of gathers, of a broadcast, a scatter
+    assert device.said.count(("copy", 4)) == 8  # on the stream that fills: two of gathers, of broadcasts, a scatter
     os.close(ring_fd)
     os.close(table_fd)
 

@@ -38,7 +38,7 @@ What was never run on two GPUs, or not since it was mended, is in 2 and 3: these
 On one GPU, `probes switch limit hold moves graphs` took 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp 110,
 gpu_alone.py bytes 310, eight 110, limit 60. What is left there, each a call:
 
-1. 110 s: python3 benchmarks/gpu_hold.py operations fsdp2 ddp (values of all operations, since outputs are copied plainly)
+1. 110 s: python3 benchmarks/gpu_hold.py operations fsdp2 ddp (values, since outputs are copied plainly)
 2. 230 s: TABLE_STEPS=16 python3 benchmarks/gpu_alone.py steps=tp,1f1b,interleaved, then 160 s each steps=moe and
    steps=dense,ddp (with moe no two others: the host's memory holds no more recordings beside each other)
 3. 300 s: python3 benchmarks/gpu_alone.py fsdp2 ddp with ALONE_REPEATS=2 (590 s with 5)

@@ -134,6 +134,32 @@ def test_zero_3_names_gathers_and_reductions(job: Launched) -> None:
     assert len(losses(job.out)) == 4 + 2
 
 
+def reference() -> list[float]:
+    """The losses of ZeRO's job with neither DeepSpeed nor Prism: all replicas have the same data."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    values = []
+    for number in range(4):
+        pair = (2 * number, 2 * number + 1)
+        x = torch.stack([torch.randn(16, generator=torch.Generator().manual_seed(index)) for index in pair])
+        loss = nn.functional.mse_loss(model(x), x.tanh())
+        (loss / 2).backward()  # two microbatches
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+def test_losses_are_those_without_prism(job: Launched) -> None:
+    found = losses(job.out)  # by step: in the first two the pipeline has one as well
+    assert [found[0], found[2], *found[4:]] == pytest.approx(reference(), rel=1e-5)
+
+
 def test_zero_3_is_named_the_same_where_the_loss_is_called_backward(route: Route) -> None:
     check_zero_3(unit_order(route.recorded.trace, 1, step=1))
 

@@ -17,7 +17,7 @@ __all__ = ["made_ahead", "settings_of", "slow_imports"]
 _SLOW = ("torch._inductor.compile_fx",)
 _READS = ("TORCH", "TRITON", "INDUCTOR")  # how variables begin that these read when they are imported
 _SETS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # by torch's compiler itself, for its processes
-_NVIDIA = Path("/dev/nvidiactl")
+_GPUS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))  # of NVIDIA, of it under Windows, of AMD
 
 
 def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
@@ -37,4 +37,6 @@ def made_ahead(recorded: Mapping[str, str]) -> tuple[str, ...]:
     """What to import before ranks are forked, of a graph's metadata: only what we know, and where no GPU is opened."""
     of_ranks = [names for key, names in recorded.items() if key.startswith("rank.") and key.endswith(".imports")]
     named = {name for names in of_ranks for name in names.split(",")}
-    return () if _NVIDIA.exists() else tuple(name for name in _SLOW if name in named)
+    if any(device.exists() for device in _GPUS):
+        return ()
+    return tuple(name for name in _SLOW if name in named)

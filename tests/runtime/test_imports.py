@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -41,9 +42,9 @@ def test_what_the_compiler_itself_sets_does_no_harm() -> None:
     assert slow_imports(settings_of({}), settings_of(now)) == (COMPILER,)
 
 
-def test_only_modules_that_we_know_are_imported_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(subject, "_NVIDIA", types.SimpleNamespace(exists=lambda: False))
+def test_only_modules_that_we_know_are_imported_for_a_graph(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(subject, "_GPUS", (tmp_path / "gpu",))
     assert made_ahead({"rank.0.imports": "antigravity", "rank.3.imports": f"this,{COMPILER}"}) == (COMPILER,)
     assert made_ahead({"rank.0.adapters": COMPILER}) == ()
-    monkeypatch.setattr(subject, "_NVIDIA", types.SimpleNamespace(exists=lambda: True))
+    (tmp_path / "gpu").touch()
     assert made_ahead({"rank.0.imports": COMPILER}) == ()

@@ -59,6 +59,7 @@ class PluginRecord:
     backends: tuple[str, ...] = ()
     importers: tuple[str, ...] = ()
     exporters: tuple[str, ...] = ()
+    observes: bool = False  # whether it is told when a run starts or ends
 
     @property
     def brings(self) -> dict[str, tuple[str, ...]]:
@@ -378,9 +379,11 @@ class PluginManager:
     def _record(self, entry: _Entry) -> PluginRecord:
         candidate, objects = entry.candidate, entry.objects or {}
         names = {_plural(kind): tuple(item.name for item in objects.get(kind, ())) for kind in _KINDS}
+        callers = self._pm.get_hookcallers(self._pm.get_plugin(candidate.name)) or ()
         return PluginRecord(
             name=candidate.name, origin=candidate.origin, module=candidate.module, distribution=candidate.distribution,
             version=candidate.version, status=entry.status, reason=entry.reason, **names,
+            observes=any(caller.name.startswith("prism_observe_") for caller in callers),
         )  # fmt: skip
 
     # --- tracing -----------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from prism_sdk.runtime.adapters import Naming
 from prism_sdk.runtime.config import LaunchMode
 from prism_sdk.runtime.ending import KILLED, Once, end_on_sigterm
 from prism_sdk.runtime.fidelity import report_lowered
+from prism_sdk.runtime.imports import settings_of, slow_imports
 from prism_sdk.runtime.intercept import Interceptor, Seam
 from prism_sdk.runtime.ncclrecords import flush_profiler
 from prism_sdk.runtime.oncuda import devices, streams
@@ -61,6 +62,7 @@ class Agent:
         self._naming: Naming | None = None
         self._kernels: KernelRecorder | None = None
         self._written = Once()
+        self._settings = settings_of(os.environ)
 
     def _make_tracer(self, writer: TraceWriter) -> Tracer:
         if self.spec.device == "cpu" or not devices.num_real_devices():
@@ -141,7 +143,9 @@ class Agent:
 
     def summary(self) -> dict[str, Any]:
         """What the launcher is told of this rank when it has ended."""
-        return {**self.seam.summary(), **(self._naming.facts() if self._naming is not None else {})}
+        names = self._naming.facts() if self._naming is not None else {}
+        imports = slow_imports(self._settings, settings_of(os.environ))
+        return {**self.seam.summary(), **names, **({"imports": ",".join(imports)} if imports else {})}
 
     def finish(self, status: str) -> None:
         """Write out what was traced, once; only in the rank itself, not in processes it forked."""

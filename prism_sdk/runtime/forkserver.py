@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
             from prism_sdk.runtime.oncuda.paging import library
 
             library.preload(argv[2])
-        preload.prepare(argv[3:])
+        preload.prepare(argv[4:], [name for name in argv[3].split(",") if name])
     except Exception as error:  # reported as a message, because the launcher must name it
         failure = f"{type(error).__name__}: {error}"
     for place in places:

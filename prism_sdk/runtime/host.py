@@ -30,6 +30,7 @@ from prism_sdk.runtime.peers import Peer
 from prism_sdk.runtime.processes import (
     GRACE_S,
     ForkServer,
+    Preparation,
     allow_descriptors,
     forkserver_ended,
     kill_group,
@@ -119,9 +120,11 @@ class RankHost:
         self._failure: PrismError | None = None
         self._num_exited = 0
         self._ooms_before = count_oom_kills()
-        prepared = adapters_of(specs) if adapters is None else adapters
+        preparation = Preparation(
+            library, tuple(adapters_of(specs) if adapters is None else adapters), specs[0].imports if specs else ()
+        )
         start_server = start_server or self.start_server
-        self._forkserver, self._control = start_server(environment, descriptors, library, prepared)
+        self._forkserver, self._control = start_server(environment, descriptors, preparation)
         allow_descriptors(len(specs))
 
     # -- for policies -----------------------------------------------------------------------------------------------

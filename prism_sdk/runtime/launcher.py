@@ -26,6 +26,7 @@ from prism_sdk.runtime.config import LaunchConfig, LaunchMode, LaunchResult, Pay
 from prism_sdk.runtime.cpus import cpu_share, num_cpus, sandbox_cpus
 from prism_sdk.runtime.fidelity import report_broken, report_lowered
 from prism_sdk.runtime.host import Policy
+from prism_sdk.runtime.imports import made_ahead
 from prism_sdk.runtime.interrupts import Interrupted, Interrupts
 from prism_sdk.runtime.ncclrecords import join_records, prepare_records
 from prism_sdk.runtime.oncuda.paging.setup import plan_paging
@@ -146,7 +147,7 @@ def run_job(
     if isinstance(policy, AllAtOnce):
         policy.board = StepBoard(len(ranks))
         board_fd = policy.board.fd
-    facts = {**_metadata(config), **(metadata or {})}
+    facts, imports = {**_metadata(config), **(metadata or {})}, made_ahead(recorded)
     with Interrupts() as interrupts, _parts(config.output, report) as shards:
         parts = shards.folder
 
@@ -154,7 +155,7 @@ def run_job(
             return adjust(
                 replace(
                     _rank_spec(config, rank, position, parts, token, arena_fd, board_fd, emulate, facts, len(ranks),
-                               master), paging=paging.spec,
+                               master), paging=paging.spec, imports=imports,
                 )
             )  # fmt: skip
 
@@ -330,12 +331,12 @@ def _cpus(config: LaunchConfig, position: int, num_here: int) -> tuple[int, ...]
 def _environment(config: LaunchConfig) -> dict[str, str]:
     """Environment of the fork server: the user's, and one computing thread a rank as torchrun sets it.
 
-    Hashes of texts are repeatable but where the job is only looked at.
+    Hashes of texts are repeatable but where the job is only looked at, not for a calibration.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PRISM_MODE"}
     if config.nproc_per_node > 1:
         environment.setdefault("OMP_NUM_THREADS", "1")
-    if config.mode is not LaunchMode.OBSERVE:
+    if config.mode is not LaunchMode.OBSERVE or config.graph is not None:
         environment.setdefault("PYTHONHASHSEED", "0")
     return environment
 

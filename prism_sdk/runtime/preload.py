@@ -71,14 +71,14 @@ _EMPTY_BYTES = sys.getsizeof(b"")
 _kept: list[Any] = []  # what fills the holes of Python's own allocator
 
 
-def prepare(adapters: Sequence[str] = ()) -> None:
+def prepare(adapters: Sequence[str] = (), imports: Sequence[str] = ()) -> None:
     """Import torch and get it warm; no thread, no group, no random state stays. Raises what an import raises.
 
-    The wrappers of `adapters` are in place then where that is possible.
+    The modules `imports` are imported too, and the wrappers of `adapters` are in place then where that is possible.
     """
     gc.disable()  # imports make next to no garbage, and to look for some takes a tenth of their time
     try:
-        _prepare(adapters)
+        _prepare(adapters, imports)
         gc.collect()
         _fill_holes()
     finally:
@@ -87,9 +87,9 @@ def prepare(adapters: Sequence[str] = ()) -> None:
     _check_no_gpu_is_open()
 
 
-def _prepare(adapters: Sequence[str]) -> None:
+def _prepare(adapters: Sequence[str], imports: Sequence[str]) -> None:
     variables = dict(os.environ)
-    for name in _MODULES:
+    for name in (*_MODULES, *imports):
         if importlib.util.find_spec(name) is not None:  # some are private to a version of torch
             importlib.import_module(name)
     from prism_sdk.runtime import intercept

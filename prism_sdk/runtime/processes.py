@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from prism_sdk.errors import PrismError, RunError
@@ -28,6 +29,15 @@ if sys.path[0] == "":
 from prism_sdk.runtime.forkserver import main
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What the fork server has ready for the ranks."""
+
+    library: Path | None = None  # loaded before all else
+    adapters: tuple[str, ...] = ()  # those that each rank will activate
+    imports: tuple[str, ...] = ()  # modules beside those that all ranks need
 
 
 def kill_group(pid: int, number: int) -> None:
@@ -49,23 +59,21 @@ def allow_descriptors(num_ranks: int) -> None:
 
 
 def start_forkserver(
-    environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
+    environment: Mapping[str, str], descriptors: Sequence[int], preparation: Preparation
 ) -> tuple[subprocess.Popen[bytes], wire.Channel]:
-    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers.
-
-    It loads `library` first; `adapters` are those that each rank will activate.
-    """
+    """Start the process that forks ranks; it and the ranks inherit `descriptors` under their numbers."""
     ours, theirs = socket.socketpair()
-    process = _start(theirs, environment, descriptors, library, adapters, num_places=0)
+    process = _start(theirs, environment, descriptors, preparation, num_places=0)
     return process, wire.Channel(ours)
 
 
 def _start(
-    sock: socket.socket, environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None,
-    adapters: Sequence[str], *, num_places: int,
+    sock: socket.socket, environment: Mapping[str, str], descriptors: Sequence[int], preparation: Preparation,
+    *, num_places: int,
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     # -u: torchrun starts ranks so. -c and not -m: the current folder is no place to import from
-    arguments = [str(sock.fileno()), str(num_places), str(library or ""), *adapters]
+    ready = [str(preparation.library or ""), ",".join(preparation.imports), *preparation.adapters]
+    arguments = [str(sock.fileno()), str(num_places), *ready]
     with sock:
         return subprocess.Popen(
             [sys.executable, "-u", "-c", _FORKSERVER, *arguments], pass_fds=[sock.fileno(), *descriptors],
@@ -86,19 +94,19 @@ class KeptForkServer:
         self._num_places = 0
 
     def start(
-        self, environment: Mapping[str, str], descriptors: Sequence[int], library: Path | None, adapters: Sequence[str]
+        self, environment: Mapping[str, str], descriptors: Sequence[int], preparation: Preparation
     ) -> tuple[ForkedServer, wire.Channel]:
         """As `start_forkserver`."""
         ours, theirs = socket.socketpair()
         numbers = [*descriptors, theirs.fileno()]
-        wanted = (dict(environment), library, tuple(adapters), os.getcwd())
+        wanted = (dict(environment), preparation, os.getcwd())
         if self._process is None or self._process.poll() is not None or (
             self._prepared != wanted or self._num_places <= max(numbers)
         ):  # fmt: skip
             self.close()
             self._prepared, self._num_places = wanted, max(numbers) + _SPARE_PLACES
             self._desk, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._process = _start(its, environment, (), library, adapters, num_places=self._num_places)
+            self._process = _start(its, environment, (), preparation, num_places=self._num_places)
         with theirs, contextlib.suppress(OSError):  # it is dying: the launch will see that nobody is at `ours`
             for position, number in enumerate(numbers, 1):
                 socket.send_fds(self._desk, [f"{number} {len(numbers) - position}".encode()], [number])

@@ -74,6 +74,7 @@ class RankSpec:
     emulate: EmulateSpec | None = None
     plugins: tuple[str, ...] = ()
     adapters: tuple[str, ...] | None = None
+    imports: tuple[str, ...] = ()  # slow ones that its program makes, and that can be made before it is forked
     stdout_to_stderr: bool = False
     silent: bool = False
     device: str | None = None

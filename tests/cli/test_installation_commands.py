@@ -30,6 +30,8 @@ def prism_register_strategies():
     return [Mine()]
 """
 
+NOTHING = "nothing: it registers no object and is told of no run"
+
 
 def test_plugins_shows_a_named_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my_plugin.py"
@@ -40,6 +42,27 @@ def test_plugins_shows_a_named_one(tmp_path: Path, capsys: pytest.CaptureFixture
     records: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["plugins"]
     (mine,) = [record for record in records if record["name"] == "my_plugin"]
     assert (mine["status"], mine["strategies"], mine["origin"]) == ("ok", ["mine"], "named")
+
+
+@pytest.mark.parametrize(
+    ("hook", "shown", "observes"),
+    [
+        ("", NOTHING, False),
+        ("prism_register_strategies():\n    return []", NOTHING, False),
+        ("prism_observe_run_end(result):\n    pass", "told of runs", True),
+    ],
+)
+def test_plugins_says_so_where_one_registers_nothing(
+    hook: str, shown: str, observes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "my_plugin.py"
+    file.write_text("from prism_sdk import hookimpl\n" + (f"@hookimpl\ndef {hook}\n" if hook else ""))
+    assert run(["plugins", "--plugin", str(file)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("my_plugin")]
+    assert line.endswith(shown)
+    assert run(["plugins", "--json", "--plugin", str(file)]) == 0
+    (mine,) = [one for one in json.loads(capsys.readouterr().out)["plugins"] if one["name"] == "my_plugin"]
+    assert (mine["status"], mine["observes"]) == ("ok", observes)
 
 
 def test_plugins_shows_why_one_is_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

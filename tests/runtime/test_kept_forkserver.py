@@ -17,7 +17,7 @@ from prism_sdk.runtime.calibrating import SliceContext
 from prism_sdk.runtime.config import LaunchConfig, LaunchMode
 from prism_sdk.runtime.forkserver import descendants_of
 from prism_sdk.runtime.launcher import launch
-from prism_sdk.runtime.processes import KeptForkServer
+from prism_sdk.runtime.processes import KeptForkServer, Preparation
 from prism_sdk.runtime.progress import Progress
 from prism_sdk.workfolders import work_folder
 from prismtrace import TraceReader
@@ -42,7 +42,9 @@ seen = {
     "environment": dict(os.environ), "random": random.random(), "hash": hash("text"), "torch": torch.initial_seed(),
     "cpus": sorted(os.sched_getaffinity(0)), "threads": torch.get_num_threads(),
     "signals": re.findall("Sig(?:Ign|Cgt|Blk):.*", Path("/proc/self/status").read_text()),
+    "compiler": "torch._inductor.compile_fx" in sys.modules,
 }
+torch.compile(torch.sin)  # imports it
 (folder / f"seen-{rank}").write_text(json.dumps(seen))
 if (folder / "trouble").exists():
     Path(f"/dev/shm/torch_{os.getpid()}_123_0").touch()
@@ -116,6 +118,13 @@ class Job:
         return self.seen(ranks[0])
 
 
+    def run_module(self) -> None:
+        """Run a module beside the job, as a calibration does that measures the machine."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTEST_CURRENT_TEST")
+            self.context.run_module("platform", (), num_ranks=2, label="module")
+
+
 def touched() -> set[str]:
     """What ranks of `SCRIPT` have left in /dev/shm; jobs beside this one have files there too."""
     return {name for name in os.listdir("/dev/shm") if name.startswith("torch_") and name.endswith("_123_0")}
@@ -141,6 +150,13 @@ def test_slices_share_the_imports_and_see_what_they_saw_without_that(job: Job) -
     assert "memfd:prism-prefetch (deleted)" in first["open"].values()
     for key in ("environment", "random", "hash", "threads", "signals"):
         assert first[key] == job.when_recorded[key]
+
+
+def test_what_the_recorded_program_imported_slowly_is_there_before_ranks_of_a_slice(job: Job) -> None:
+    before = job.run(0)
+    assert (job.when_recorded["compiler"], before["compiler"]) == (False, True)
+    job.run_module()  # a launch between slices that the same process serves
+    assert job.run(0)["loader"] == before["loader"]
 
 
 def test_trouble_in_one_slice_is_named_and_gone_in_the_next(job: Job) -> None:
@@ -171,7 +187,7 @@ def test_it_is_replaced_when_it_does_not_fit_or_is_dead(without_torch: dict[str,
     kept, others = KeptForkServer(), set(descendants_of(os.getpid()))
 
     def start(*descriptors: int, **environment: str) -> int:
-        server, channel = kept.start({**without_torch, **environment}, descriptors, None, ())
+        server, channel = kept.start({**without_torch, **environment}, descriptors, Preparation())
         assert channel.receive() == ("failed", "ImportError: no torch here")
         assert server.wait(10.0) == 1
         channel.close()

@@ -19,7 +19,7 @@ from prism_sdk.runtime import preload
 shown = []
 warnings.showwarning = lambda *args: shown.append(str(args))
 before = torch.get_rng_state(), sys.excepthook, dict(os.environ), torch.get_num_threads()
-preload.prepare()
+preload.prepare(imports=["torch._inductor.compile_fx"])
 same_environment = before[2] == dict(os.environ)
 with preload._one_thread():
     tasks = len(os.listdir("/proc/self/task"))

@@ -27,7 +27,8 @@ from prism_sdk.testing import (
 
 JOB = Path(__file__).parent / "deepspeed_job.py"
 MICROBATCHES = 4
-NUM_RANKS = 4
+NUM_RANKS = 8
+REPLICAS = NUM_RANKS // 2  # of a pipeline of two stages
 KINDS = ["zero:3:engine", "pipe:2"]  # two steps each
 STEP_OF = {kind: 2 * at + 1 for at, kind in enumerate(KINDS)}  # the second step of each
 NO_COMPILER = {
@@ -74,7 +75,7 @@ def test_instructions_are_those_that_deepspeed_planned(job: Launched) -> None:
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
     for rank in range(NUM_RANKS):
-        plan = TrainSchedule(micro_batches=MICROBATCHES, stages=2, stage_id=rank // 2).steps()
+        plan = TrainSchedule(micro_batches=MICROBATCHES, stages=2, stage_id=rank // REPLICAS).steps()
         planned = [type(command).__name__ for commands in plan for command in commands]
         assert instructions(job.trace, rank) == planned
 
@@ -100,7 +101,7 @@ def test_stages_schedule_and_coordinates(job: Launched) -> None:
     assert first[0] == "warmup" and first[-1] == "cooldown"
     reduced = [
         unit
-        for unit in unit_order(job.trace, 3, step=STEP_OF["pipe:2"])
+        for unit in unit_order(job.trace, NUM_RANKS - 1, step=STEP_OF["pipe:2"])
         if unit.op == "all_reduce" and unit.part == "grad_sync"
     ]
     assert reduced and {(unit.label, unit.purpose) for unit in reduced} == {("ReduceGrads", "dp")}
@@ -109,9 +110,11 @@ def test_stages_schedule_and_coordinates(job: Launched) -> None:
         assert all(reader.metadata[f"rank.{rank}.fidelity"] == "full" for rank in range(NUM_RANKS))
     assert used_groups(job.trace, 0, step=STEP_OF["zero:3:engine"]) == {("dp", tuple(range(NUM_RANKS)))}
     assert used_groups(job.trace, 1, step=STEP_OF["pipe:2"]) == {
-        ("dp", (0, 1)), ("pp", (1, 3)), ("tp_pp", (1, 3)), ("dp", tuple(range(NUM_RANKS))),
+        ("dp", tuple(range(REPLICAS))), ("pp", (1, 1 + REPLICAS)), ("tp_pp", (1, 1 + REPLICAS)),
+        ("dp", tuple(range(NUM_RANKS))),
     }  # fmt: skip
-    assert [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found] == ["0", "0", "1", "1"]
+    stages = [dict(pair.split("=") for pair in one.split(","))["pp"] for one in found]
+    assert stages == ["0"] * REPLICAS + ["1"] * REPLICAS
 
 
 def of(order: list[NamedUnit], part: str, op: str) -> list[NamedUnit]:
@@ -129,6 +132,32 @@ def check_zero_3(order: list[NamedUnit]) -> None:
 def test_zero_3_names_gathers_and_reductions(job: Launched) -> None:
     check_zero_3(unit_order(job.trace, 1, step=STEP_OF["zero:3:engine"]))
     assert len(losses(job.out)) == 4 + 2
+
+
+def reference() -> list[float]:
+    """The losses of ZeRO's job with neither DeepSpeed nor Prism: all replicas have the same data."""
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    values = []
+    for number in range(4):
+        pair = (2 * number, 2 * number + 1)
+        x = torch.stack([torch.randn(16, generator=torch.Generator().manual_seed(index)) for index in pair])
+        loss = nn.functional.mse_loss(model(x), x.tanh())
+        (loss / 2).backward()  # two microbatches
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append(loss.item())
+    return values
+
+
+def test_losses_are_those_without_prism(job: Launched) -> None:
+    found = losses(job.out)  # by step: in the first two the pipeline has one as well
+    assert [found[0], found[2], *found[4:]] == pytest.approx(reference(), rel=1e-5)
 
 
 def test_zero_3_is_named_the_same_where_the_loss_is_called_backward(route: Route) -> None:

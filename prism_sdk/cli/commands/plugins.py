@@ -40,8 +40,11 @@ def command(named: tuple[str, ...], as_json: bool) -> int:
         rows = []
         for record in records:
             brings = [f"{kind} {', '.join(names)}" for kind, names in record.brings.items()]
+            brings += ["told of runs"] if record.observes else []
             version = " ".join(part for part in (record.distribution, record.version) if part) or record.module
-            shown = "; ".join(brings) if record.status == "ok" else f"{record.status}: {record.reason}"
+            shown = "; ".join(brings) or "nothing: it registers no object and is told of no run"
+            if record.status != "ok":
+                shown = f"{record.status}: {record.reason}"
             rows.append((record.name, record.origin, version, shown))
         if rows:
             echo_table(("plugin", "origin", "from", "brings"), rows)

@@ -35,6 +35,12 @@ class LocalSession(ReplaySession):
         return None
 
 
+def check_occupy(options: Mapping[str, str]) -> None:
+    """Refuse what is no number of thread blocks, and not `off`; what it means is oncuda/occupying.py's."""
+    if options.get("occupy") != "off":
+        integer(options, "occupy", default=None, low=0, high=_MOST_BLOCKS)
+
+
 class LocalBackend(ReplayBackend):
     """Holds the rank itself; needs neither peers nor a network."""
 
@@ -44,8 +50,7 @@ class LocalBackend(ReplayBackend):
 
     def check_options(self, options: Mapping[str, str]) -> None:
         at_least(options, "device_pool_bytes", default=0, low=0)
-        if options.get("occupy") != "off":
-            integer(options, "occupy", default=None, low=0, high=_MOST_BLOCKS)  # the default is oncuda/occupying.py's
+        check_occupy(options)
 
     def open(self, context: ReplayContext) -> ReplaySession:
         return LocalSession()

@@ -23,6 +23,7 @@ from prism_sdk.builtin.device_transfers import (
     has_mixed_messages,
     sizes_of,
 )
+from prism_sdk.builtin.local import check_occupy
 from prism_sdk.builtin.transfer_model import TransferModel, modelled_transfers, plausible_transfers
 from prism_sdk.cluster.profile import load_cluster
 from prism_sdk.graph.calibrate import Calibration, relative_change
@@ -80,6 +81,7 @@ class Slices(CalibrationStrategy):
 
     def check_options(self, options: Mapping[str, str]) -> None:
         Options.parse(options)
+        check_occupy(options)
 
     def calibrate(self, context: CalibrationContext) -> CalibrationResult:
         options = Options.parse(context.options)

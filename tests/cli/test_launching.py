@@ -285,6 +285,7 @@ BAD = {
         2,
         "occupy=99999999999 is not in 0 .. 1024",
     ),
+    "blocks in slices": (["calibrate", "--graph", "bare.prism", "-O", "occupy=x", "train.py"], 2, "whole number"),
     "an option twice": (["calibrate", "--graph", "bare.prism", "-O", "passes=1", "-O", "passes=2", "train.py"], 2,
                         "'passes' is given 2 times"),
     "value of another": (

@@ -116,7 +116,7 @@ def test_what_is_under_way_to_the_device_stays_on_the_host(job: Job) -> None:
         def is_done(self, token: Any) -> bool:
             return bool(token.is_done)
 
-        def let_wait(self, token: Any) -> None:
+        def let_wait(self, token: Any, stream: Any) -> None:
             token.is_done = True
 
     memory = torch.zeros(pool_bytes_for(script, limit=0), dtype=torch.uint8)

@@ -117,7 +117,6 @@ class Job:
             assert reader.metadata["job.status"] == "complete" and list(reader.ranks) == list(ranks)
         return self.seen(ranks[0])
 
-
     def run_module(self) -> None:
         """Run a module beside the job, as a calibration does that measures the machine."""
         with pytest.MonkeyPatch.context() as patch:

@@ -36,13 +36,10 @@ with DS_BUILD_OPS=0), hjson, msgpack, pydantic, pydantic-core, annotated-types. 
 What was never run on two GPUs, or not since it was mended, is in 2 and 3: these first.
 
 On one GPU, `probes switch limit hold moves graphs` took 480 s, gpu_hold.py --backend=nccl operations fsdp2 ddp 110,
-gpu_alone.py bytes 310, eight 110, limit 60. What is left there, each a call:
-
-1. 110 s: python3 benchmarks/gpu_hold.py operations fsdp2 ddp (values, since outputs are copied plainly)
-2. 230 s: TABLE_STEPS=16 python3 benchmarks/gpu_alone.py steps=tp,1f1b,interleaved, then 160 s each steps=moe and
-   steps=dense,ddp (with moe no two others: the host's memory holds no more recordings beside each other)
-3. 300 s: python3 benchmarks/gpu_alone.py fsdp2 ddp with ALONE_REPEATS=2 (590 s with 5)
-4. 300 s: python3 benchmarks/gpu_all.py observe calibrate
+gpu_hold.py operations fsdp2 ddp 90, gpu_hold.py chain beside 45 (with CUDA_DEVICE_MAX_CONNECTIONS=1 too: nothing may be
+held up), gpu_alone.py bytes 310, eight 110, limit 60, with ALONE_REPEATS=2 fsdp2 and ddp 300, and with TABLE_STEPS=16
+steps=tp,1f1b 180, steps=interleaved 120, steps=moe 110, steps=dense,ddp 160 (with moe no two others: the host's memory
+holds no more recordings beside each other).
 
 Where eight GPUs are lent: python3 benchmarks/eight_gpus.py --jobs moe,dense,hsdp,1f1b, then a second call with
 --jobs tp,interleaved,ddp, 580 s each. Files that come back: eight_gpus.json, eight_gpus.md, traces.tar.

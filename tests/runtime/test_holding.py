@@ -322,11 +322,12 @@ def test_a_kernel_holds_as_many_sms_as_asked_for(monkeypatch: pytest.MonkeyPatch
     message = OPERATORS["send"](GROUP, lambda: None, ([torch.zeros(4 * 16 * 640 * 4 + 1)], None, 2, 0))
     barrier = OPERATORS["barrier"](GROUP, lambda: None, (torch.zeros(1), None, 0))
     for word, call in enumerate((collective, message, barrier)):
-        kernel.hold(call, word, 5 + word, Queue(3))
+        kernel.hold(call, Queue(3), 5 + word, release=word, done=word + 4)
     for i, (launch, blocks) in enumerate(zip(launches, (24, 16, 1), strict=True)):
         assert launch[:4] == ("prism_hold", blocks, 640, 3)
-        flag, ticket, gate, room, num_elements, num_moves = (value.value for value in launch[4])
-        assert (flag, ticket, gate) == (words.data_ptr() + 4 * i, 5 + i, gates.data_ptr() + 4 * (1 + i))
+        flag, done, ticket, gate, room, num_elements, num_moves = (value.value for value in launch[4])
+        assert (flag, done) == (words.data_ptr() + 4 * i, words.data_ptr() + 4 * (4 + i))
+        assert (ticket, gate) == (5 + i, gates.data_ptr() + 4 * (1 + i))
         # each thread moves 16 bytes at a time, and all of them together what the operation brings
         assert (room, num_elements, num_moves) == (memory.data_ptr(), 4, (3, 4, 0)[i])
     monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda source, name: None)

@@ -5,7 +5,8 @@ devicepool.py's, and the time of each release the releaser's, in a process of it
 
 An operation is, on the program's stream: "arrived" written to the shared table.  On the communicator's stream (on the
 program's own where the program asked for no handle, as NCCL's backend does): wait for the outputs to be filled, wait
-for the release (or make a call of NCCL that ends with the release, joining.py), write "done".  Filling comes before the
+for the release (or make a call of NCCL that ends with the release, joining.py), write "done".  A kernel that waits
+writes it itself: a write behind it would hold up all streams that share its connection.  Filling comes before the
 release, so that it takes none of the operation's time; nobody may look at the outputs before the end.  It has a stream
 of the highest priority: its kernels would else wait for the products that the program computes meanwhile.
 """
@@ -209,12 +210,16 @@ class StreamHold:
             for tensor in (*call.contribution, *call.outputs):
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
-        if joint is not None and self._joining is not None:
-            with torch.cuda.stream(stream):
-                self._joining.join(joint, call, stream)
+        if joint is None and self._hold_kernel is not None:
+            release, done = (HoldTable.word(number, word) for word in (fields.RELEASE, fields.DONE))
+            self._hold_kernel.hold(call, stream, ticket, release=release, done=done)
         else:
-            self._hold(call, stream, number)
-        driver.stream_write(stream.cuda_stream, self._at(number, fields.DONE), ticket)
+            if joint is not None and self._joining is not None:
+                with torch.cuda.stream(stream):
+                    self._joining.join(joint, call, stream)
+            else:
+                driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
+            driver.stream_write(stream.cuda_stream, self._at(number, fields.DONE), ticket)
         held.is_done_event = stream.record_event()
         self._open.append(held)
         self.pool.pump()
@@ -255,13 +260,6 @@ class StreamHold:
         if stream is None:
             stream = self._seen[names] = torch.cuda.current_stream(self.device)
         return stream
-
-    def _hold(self, call: Call, stream: Any, number: int) -> None:
-        ticket = HoldTable.ticket(number)
-        if self._hold_kernel is None:
-            self._driver.stream_wait(stream.cuda_stream, self._at(number, fields.RELEASE), ticket)
-            return
-        self._hold_kernel.hold(call, HoldTable.word(number, fields.RELEASE), ticket, stream)
 
     def _compensate_for(self, number: int) -> Compensate | None:
         compensator, ticket = self._compensator, HoldTable.ticket(number)

@@ -58,16 +58,20 @@ extern "C" __global__ void __launch_bounds__(640) prism_occupy(
 }
 """
 
-# One thread asks the host, which is slow and holds up others; all look at the gate that it opens.
+# One thread asks the host, which is slow and holds up others; all look at the gate that it opens. It also says that the
+# stream goes on: what the stream itself writes behind the kernel would hold up all streams that share its connection.
 _UNTIL_RELEASED = r"""
 extern "C" __global__ void __launch_bounds__(640) prism_hold(
-    const volatile unsigned* flag, unsigned ticket, volatile unsigned* gate, int4* memory, int num_elements,
-    int num_moves) {
+    const volatile unsigned* flag, volatile unsigned* done, unsigned ticket, volatile unsigned* gate, int4* memory,
+    int num_elements, int num_moves) {
     bool asks = threadIdx.x == 0 && blockIdx.x == 0;
     int at = blockIdx.x * blockDim.x + threadIdx.x;
     for (int move = 0; move < num_moves; ++move) {
         if (move % 4 == 0) {
-            if (asks && (int)(*flag - ticket) >= 0) *gate = ticket;
+            if (asks && (int)(*flag - ticket) >= 0) {
+                *gate = ticket;
+                *done = ticket;
+            }
             if ((int)(*gate - ticket) >= 0) return;
         }
         int4 value = memory[at];
@@ -79,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(640) prism_hold(
     if (asks) {
         while ((int)(*flag - ticket) < 0) __nanosleep(100);
         *gate = ticket;
+        *done = ticket;
     } else if (threadIdx.x == 0) {
         while ((int)(*gate - ticket) < 0) __nanosleep(100);
     }
@@ -88,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(640) prism_hold(
 _POINTER, _WORD, _INT = ctypes.c_void_p, ctypes.c_uint32, ctypes.c_int
 _TYPES = {
     "prism_occupy": (_POINTER, _INT, _INT, _INT),
-    "prism_hold": (_POINTER, _WORD, _POINTER, _POINTER, _INT, _INT),
+    "prism_hold": (_POINTER, _POINTER, _WORD, _POINTER, _POINTER, _INT, _INT),
 }
 Launch = Callable[[int, Sequence[int], int], None]
 
@@ -143,13 +148,13 @@ class HoldKernel:
             hint = "leave the option out: streams are then held without taking SMs"
             raise UnsupportedError(f"-O occupy: {error}", hint=hint) from error
 
-    def hold(self, call: Call, word: int, ticket: int, stream: Any) -> None:
-        """`stream` goes on once word `word` is `ticket`."""
+    def hold(self, call: Call, stream: Any, ticket: int, *, release: int, done: int) -> None:
+        """`stream` goes on once word `release` is `ticket`, which is written to word `done` then."""
         blocks = blocks_for(call, self.num_blocks)
         num_bytes = max(sum([tensor.nbytes for tensor in tensors]) for tensors in (call.contribution, call.outputs))
         arguments = (
-            self._flags + 4 * word, ticket, self._gates + 4 * (ticket % self._num_gates), self._memory,
-            self._num_elements, num_bytes // (blocks * NUM_THREADS * _ELEMENT_BYTES),
+            self._flags + 4 * release, self._flags + 4 * done, ticket, self._gates + 4 * (ticket % self._num_gates),
+            self._memory, self._num_elements, num_bytes // (blocks * NUM_THREADS * _ELEMENT_BYTES),
         )  # fmt: skip
         self._launch(blocks, arguments, stream.cuda_stream)
 

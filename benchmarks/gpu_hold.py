@@ -1,8 +1,9 @@
 """Emulates jobs on one GPU with transfer times that are known, and compares their steps with what must come out.
 
-    python benchmarks/gpu_hold.py [operations] [chain] [beside] [fsdp2] [ddp] [--backend=nccl]
+    python benchmarks/gpu_hold.py [operations] [chain] [beside] [fsdp2] [ddp] [overlap] [--backend=nccl]
 
-With `--backend=nccl` on one GPU the assistant shares it, by sockets: leave out `chain` and `beside` there.
+With `--backend=nccl` on one GPU the assistant shares it, by sockets: leave out `chain` and `beside` there.  `overlap`
+is two sandbox ranks of four, one of which has asked for 280 reductions before the other does what they wait for.
 
 Checked: losses and memory against the recording, to the byte; steps against sums; how exact releases were.  A step of
 `chain` is 12 times (computing + transfer), one of `beside` 12 times (computing + the longer of transfer and more
@@ -47,9 +48,10 @@ CHAIN, CHAIN_ELEMENTS = 12, 1 << 18
 
 
 def run(mode: str, output: Path, kind: str, steps: int, *options: str) -> dict[str, Any]:
-    """The job under `prism MODE`: what its rank 0 said, and `code`, `wall`."""
+    """The job under `prism MODE`: what its rank 0 said, and `code`, `wall`, `out`."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    size = ["--backend", BACKEND, *SHARING] if mode == "emulate" else ["--nproc-per-node", "2"]
+    ranks = "4" if kind == "overlap" else "2"
+    size = ["--backend", BACKEND, *SHARING] if mode == "emulate" else ["--nproc-per-node", ranks]
     command = [sys.executable, "-m", "prism_sdk.cli.main", mode, "-o", str(output), *size, *options]
     started = time.monotonic()
     try:
@@ -61,7 +63,7 @@ def run(mode: str, output: Path, kind: str, steps: int, *options: str) -> dict[s
     except subprocess.TimeoutExpired as error:
         code = 124
         out, err = (x.decode() if isinstance(x, bytes) else x or "" for x in (error.stdout, error.stderr))
-    said: dict[str, Any] = {"code": code, "wall": time.monotonic() - started}
+    said: dict[str, Any] = {"code": code, "wall": time.monotonic() - started, "out": out}
     for line in out.splitlines():
         name, _, text = line.partition(" ")
         if name in ("LOSS", "STEPS", "MEMORY") and json.loads(text)["rank"] == 0:
@@ -74,6 +76,8 @@ def run(mode: str, output: Path, kind: str, steps: int, *options: str) -> dict[s
 
 
 def _job(kind: str, steps: int) -> list[str]:
+    if kind == "overlap":
+        return [str(JOBS / "overlap_job.py"), "chain", "280"]
     return [str(JOBS / "gpu_job.py"), kind] if kind == "operations" else [str(JOBS / "hold_job.py"), kind, str(steps)]
 
 
@@ -173,6 +177,17 @@ def operations(folder: Path) -> bool:
     return all(a == b for a, b in pairs)
 
 
+def overlap(folder: Path, recorded: Path) -> bool:
+    """Ranks get what they should though hundreds of operations wait for one that is asked for later."""
+    graph = with_transfers(recorded, folder / "overlap-graph.prism", 20_000)
+    output = folder / "overlap.prism"
+    said = run("emulate", output, "overlap", 0, "--graph", str(graph), "--sandbox", "0,1")
+    if said["code"]:
+        return False
+    print(f"   overlap: {said['wall']:.1f} s; {said['out'].splitlines()}", facts(output), flush=True)
+    return all(f"rank {rank} checked all" in said["out"] for rank in (0, 1))
+
+
 def main() -> int:
     kinds = [word for word in sys.argv[1:] if not word.startswith("-")]
     kinds = kinds or ["operations", "chain", "beside", "fsdp2", "ddp"]
@@ -194,6 +209,8 @@ def main() -> int:
                 results[kind] = False
             elif kind in ("chain", "beside"):
                 results[kind] = chain(folder, kind, source)
+            elif kind == "overlap":
+                results[kind] = overlap(folder, source)
             else:
                 results[kind] = training(folder, kind, source, then)
             verdict = "good" if results[kind] else "BAD"

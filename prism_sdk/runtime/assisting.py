@@ -30,13 +30,19 @@ class Assisting(Protocol):
         """Facts for the launcher's report."""
 
 
-def listen(channels: Sequence[Channel], heard: Callable[[tuple[Any, ...]], None]) -> None:
-    """Hand on what sandbox ranks say, until all of them are gone."""
+def listen(
+    channels: Sequence[Channel], heard: Callable[[tuple[Any, ...]], None], *,
+    look: Callable[[], float | None] = lambda: None,
+) -> None:  # fmt: skip
+    """Hand on what sandbox ranks say, until all of them are gone.
+
+    `look` is called each time before it is waited for them; it says for how many seconds at most, None: for ever.
+    """
     with selectors.DefaultSelector() as selector:
         for channel in channels:
             selector.register(channel.sock, selectors.EVENT_READ, channel)
         while selector.get_map():
-            for key, _ in selector.select():
+            for key, _ in selector.select(look()):
                 try:
                     messages = key.data.receive_ready()
                 except ChannelClosed:

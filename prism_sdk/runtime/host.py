@@ -30,6 +30,7 @@ from prism_sdk.runtime.peers import Peer
 from prism_sdk.runtime.processes import (
     GRACE_S,
     ForkServer,
+    HelperKilledError,
     Preparation,
     allow_descriptors,
     forkserver_ended,
@@ -270,7 +271,7 @@ class RankHost:
         self.policy.ended(rank)
 
     def _settle_failure(self) -> None:
-        """Give the other ranks a moment: one that was killed explains better than its peers' broken connections."""
+        """Give others a moment: a rank or helper that was killed explains better than its peers' broken connections."""
         if self._failure is None or self._was_killed():
             return
         deadline = time.monotonic() + 0.5
@@ -283,7 +284,7 @@ class RankHost:
         self._failure = first
 
     def _was_killed(self) -> bool:
-        return isinstance(self._failure, RankKilledError)
+        return isinstance(self._failure, RankKilledError | HelperKilledError)
 
     def _end_processes(self) -> None:
         """SIGTERM, a while to write out what was traced, SIGKILL; then whatever the ranks had started themselves."""

@@ -168,10 +168,14 @@ def forkserver_ended(process: ForkServer) -> PrismError:
     return RunError(f"the fork server, the process that starts ranks, ended unexpectedly ({how})", hint=hint)
 
 
+class HelperKilledError(RunError):
+    """A process that ranks depend on was killed: that explains what breaks off in ranks."""
+
+
 def ended_early(name: str, code: int) -> PrismError:
     """A process that ranks depend on is gone."""
     how, hint = _how_ended(code)
-    return RunError(f"{name} ended before the ranks did ({how})", hint=hint)
+    return (HelperKilledError if code < 0 else RunError)(f"{name} ended before the ranks did ({how})", hint=hint)
 
 
 def _how_ended(code: int) -> tuple[str, str | None]:

@@ -16,9 +16,8 @@ import ctypes
 import os
 import socket
 import sys
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from prism_sdk.runtime.oncuda.communicators import (
 )
 from prism_sdk.runtime.oncuda.driver import Driver
 from prism_sdk.runtime.oncuda.holdtable import HoldTable
+from prism_sdk.runtime.oncuda.lines import MOST_STREAMS, Lines
 from prism_sdk.runtime.oncuda.nccl import share_device
 from prism_sdk.runtime.reduced import WHOLE, join_as_virtual, message
 from prism_sdk.runtime.supply import Supplies, Supply
@@ -50,7 +50,6 @@ from prism_sdk.runtime.wire import Channel
 from prismtrace import Op
 
 _PATIENCE_S = 3600.0  # until the last sandbox rank has come to its first operation on a GPU
-_MOST_OPEN = 256  # calls whose values are kept before it is looked whether some are over
 
 
 @dataclass(frozen=True)
@@ -70,11 +69,8 @@ class NeighbourFacts:
     has_values: bool = False
 
 
-@dataclass
-class _Open:
-    """A call of which some members have told."""
-
-    announced: dict[int, tuple[Announcement, int, bool]] = field(default_factory=dict)
+Told = dict[int, tuple[Announcement, int, bool]]
+"""What members have told of one call: what it is, its entry in the rank's table, whether it carries values."""
 
 
 class Neighbours:
@@ -85,9 +81,9 @@ class Neighbours:
         self._scripts = [Script.load(facts.folder / f"script-{rank}") for rank in facts.sandbox]
         self._tables = [HoldTable(fd) for fd in facts.hold_fds]
         self._here: dict[int, int] = {}  # sandbox ranks that have come -> their device
-        self._open: dict[tuple[Key, tuple[int, int]], _Open] = {}
-        self._kept: deque[tuple[Any, Any]] = deque()  # (event behind a call, what it reads)
+        self._open: dict[tuple[Key, tuple[int, int]], Told] = {}  # calls of which some members have told
         self._communicators: dict[Key, Communicator] = {}
+        self._lines: Lines[Key, Told] = Lines((), self._issue)  # without a stream nothing is made
         self.supplies = self._make_supplies() if facts.has_values else None
         self.num_calls = self.num_live = 0
         self.device_index = -1
@@ -161,10 +157,11 @@ class Neighbours:
                 make_scratch=lambda: Scratch(driver, device), patience_s=_PATIENCE_S,
             )  # fmt: skip
         self.communicator_bytes = max(before - driver.free_bytes(), 0)
-        self._streams = {
-            key: torch.cuda.ExternalStream(driver.create_stream(is_urgent=True), device=device)
-            for key in self._communicators
-        }
+        streams = [
+            torch.cuda.ExternalStream(driver.create_stream(is_urgent=True), device=device)
+            for _ in range(min(len(self._communicators), MOST_STREAMS))
+        ]
+        self._lines = Lines(streams, self._issue)
         self._weight = Scratch(driver, device, is_weight=True)
         self._weight.grow(max((weight_bytes(one, self._facts.sandbox) for one in expected), default=0))
 
@@ -173,16 +170,15 @@ class Neighbours:
     def told(self, key: Key, one: Announcement, number: int, is_live: bool) -> None:
         """A sandbox rank has issued an operation, entry `number` of its table."""
         place = key, one.handle
-        known = self._open.setdefault(place, _Open()).announced
+        known = self._open.setdefault(place, {})
         known[one.member] = (one, number, is_live)
-        communicator = self._communicators[key]
-        num_members = 1 if one.op in (Op.SEND, Op.RECV) else len(communicator.shape.members)
+        num_members = 1 if one.op in (Op.SEND, Op.RECV) else len(self._communicators[key].shape.members)
         if len(known) == num_members:
-            del self._open[place]
-            self._issue(communicator, known)
+            self._lines.add(key, self._open.pop(place))
 
-    def _issue(self, communicator: Communicator, known: Mapping[int, tuple[Announcement, int, bool]]) -> None:
-        stream, driver = self._streams[communicator.key], self._driver
+    def _issue(self, key: Key, stream: Any, known: Told) -> tuple[Any, object]:
+        """Make a call; returns the event behind it, and what it reads."""
+        communicator, driver = self._communicators[key], self._driver
         announced = {member: told for member, (told, _, _) in known.items()}
         one, _, is_live = next(iter(known.values()))
         parts, splits = self._parts(one, communicator) if is_live else ({}, {})
@@ -203,14 +199,7 @@ class Neighbours:
             else:
                 join_as_virtual(announced, communicator.group, communicator.shape, parts, room, splits=splits)
             communicator.end(stream)
-        if parts:
-            self._keep(communicator.last, parts)
-
-    def _keep(self, event: Any, parts: object) -> None:
-        """What a call reads lives until it is over."""
-        self._kept.append((event, parts))
-        while self._kept and (len(self._kept) > _MOST_OPEN or self._kept[0][0].query()):
-            self._kept.popleft()[0].synchronize()
+        return communicator.last, parts
 
     def _parts(
         self, one: Announcement, communicator: Communicator
@@ -241,7 +230,7 @@ class Neighbours:
                 self.told(*values)
 
         try:
-            listen(channels, heard)
+            listen(channels, heard, look=lambda: self._lines.look())  # they are made on the way
         except PrismError as error:
             sys.stderr.write(f"prism: the assistant with the virtual neighbours: {error}\n")
             sys.stderr.flush()

@@ -3,7 +3,7 @@
     python benchmarks/gpu_hold.py [operations] [chain] [beside] [fsdp2] [ddp] [overlap] [--backend=nccl]
 
 With `--backend=nccl` on one GPU the assistant shares it, by sockets: leave out `chain` and `beside` there.  `overlap`
-is two sandbox ranks of four, one of which has asked for 280 reductions before the other does what they wait for.
+is two sandbox ranks of four, one of which has asked for 100 reductions before the other does what they wait for.
 
 Checked: losses and memory against the recording, to the byte; steps against sums; how exact releases were.  A step of
 `chain` is 12 times (computing + transfer), one of `beside` 12 times (computing + the longer of transfer and more
@@ -77,7 +77,7 @@ def run(mode: str, output: Path, kind: str, steps: int, *options: str) -> dict[s
 
 def _job(kind: str, steps: int) -> list[str]:
     if kind == "overlap":
-        return [str(JOBS / "overlap_job.py"), "chain", "280"]
+        return [str(JOBS / "overlap_job.py"), "chain", "100"]
     return [str(JOBS / "gpu_job.py"), kind] if kind == "operations" else [str(JOBS / "hold_job.py"), kind, str(steps)]
 
 
@@ -178,7 +178,7 @@ def operations(folder: Path) -> bool:
 
 
 def overlap(folder: Path, recorded: Path) -> bool:
-    """Ranks get what they should though hundreds of operations wait for one that is asked for later."""
+    """Ranks get what they should though a hundred operations wait for one that is asked for later."""
     graph = with_transfers(recorded, folder / "overlap-graph.prism", 20_000)
     output = folder / "overlap.prism"
     said = run("emulate", output, "overlap", 0, "--graph", str(graph), "--sandbox", "0,1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,39 @@ def test_without_it_the_script_says_what_is_missing(workplace: Workplace, tmp_pa
     launches = Launches(tmp_path, workplace=workplace)
     done = launches.run("record", JOB, ["cuda"], options=["--nproc-per-node", "2"])
     assert done.code == 1 and "cuda" in done.err.lower()
+
+
+LETS_GO = """
+    import time
+    import torch, torch.distributed as dist
+    dist.init_process_group("nccl")
+    count = 1 << 20
+    value = torch.full((count,), 7.0, device="cuda")
+    if dist.get_rank() == 0:
+        works = [dist.isend(value, 1)]
+        value.data = torch.empty(1, device="cuda")
+        other = [torch.full((count,), 3.0, device="cuda") for _ in range(8)]  # takes the memory
+        works += dist.batch_isend_irecv([dist.P2POp(dist.isend, other[0], 1)])
+        other[0].data = torch.empty(1, device="cuda")
+        other += [torch.full((count,), 5.0, device="cuda") for _ in range(8)]
+    else:
+        time.sleep(0.5)
+        got = [torch.empty_like(value) for _ in range(2)]
+        works = [dist.irecv(got[0], 0), *dist.batch_isend_irecv([dist.P2POp(dist.irecv, got[1], 0)])]
+    for work in works:
+        work.wait()
+    if dist.get_rank() == 1:
+        print("got", *(sorted({one.min().item(), one.max().item()}) for one in got))
+    dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("mode", ["observe", "record"])
+def test_a_message_is_what_was_sent_though_its_memory_goes(workplace: Workplace, tmp_path: Path, mode: str) -> None:
+    """As on a GPU, where memory that a stream reads is not handed out; Megatron's interleaved schedule does so."""
+    script = tmp_path / "lets_go.py"
+    script.write_text(textwrap.dedent(LETS_GO))
+    launches = Launches(tmp_path, workplace=workplace)
+    done = launches.must(mode, script, options=["--nproc-per-node", "2", *ON_CPU])
+    assert "got [7.0] [3.0]" in done.out

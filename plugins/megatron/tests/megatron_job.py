@@ -38,6 +38,7 @@ def parse_args(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--expert-width", type=int, default=32)
     parser.add_argument("--sequence", type=int, default=16)
     parser.add_argument("--timers", action="store_true", help="print what Megatron's own timers say of each step")
     return parser.parse_args(words)
@@ -47,9 +48,9 @@ def make_config(args: argparse.Namespace) -> TransformerConfig:
     options = {}
     if args.moe:
         options |= {
-            "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": 32, "moe_aux_loss_coeff": 1e-3,
-            "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss",
-            "moe_grouped_gemm": False,
+            "num_moe_experts": EXPERTS, "moe_router_topk": 2, "moe_ffn_hidden_size": args.expert_width,
+            "moe_aux_loss_coeff": 1e-3, "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": False,
         }  # fmt: skip
     if args.chunks:
         options |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}  # or two stages would mix up their messages

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,11 +70,12 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
 
 
 MIXED = ("--pp", "2", "--chunks", "2", "--ep", "2", "--moe")
+BOTH = ("--tp", "2", "--pp", "2", "then", *MIXED)
 
 
 @pytest.fixture(scope="module")
 def both(launches: Launches) -> Launched:
-    return launches.record(JOB, ["--tp", "2", "--pp", "2", "then", *MIXED], num_ranks=NUM_RANKS, options=ON_CPU)
+    return launches.record(JOB, BOTH, num_ranks=NUM_RANKS, options=ON_CPU)
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +87,16 @@ def dense(both: Launched) -> Job:
 def mixed(both: Launched) -> Job:
     """Interleaved stages, with experts on two ranks."""
     return Job(both, first=2)
+
+
+@pytest.mark.slow
+def test_losses_are_those_without_prism(both: Launched) -> None:
+    """Over gloo, in processes of torchrun, of which only what the job takes for GPUs is Prism's; in all bits."""
+    plain = Path(__file__).parent / "without_prism.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    ended = subprocess.run([*command, plain, JOB, *BOTH], capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    assert len(losses(both.out)) == 4 and losses(ended.stdout) == losses(both.out)
 
 
 def one_forward_one_backward(stage: int, num_stages: int) -> list[tuple[str, int, None]]:

@@ -65,6 +65,7 @@ def _options(*_: Any, **__: Any) -> Any:
 
 def _convert_collectives() -> None:
     barrier, all_to_all_single = distributed_c10d.barrier, distributed_c10d.all_to_all_single
+    isend = distributed_c10d.isend
 
     def barrier_without_devices(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
         return barrier(group=group, async_op=async_op)
@@ -74,8 +75,14 @@ def _convert_collectives() -> None:
     ) -> Any:
         return all_to_all_single(output, input, _list(output_split_sizes), _list(input_split_sizes), *args, **more)
 
+    def isend_what_may_go(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        # on a GPU a message's memory stays until the stream has passed, so Megatron lets go of it (`tensor.data = ...`)
+        # while it is under way; gloo would send what is there then. An alias, which its handle holds, keeps the memory
+        return isend(tensor.detach(), *args, **kwargs)
+
     for module in _both():
         module.barrier, module.all_to_all_single = barrier_without_devices, all_to_all
+        module.isend = isend_what_may_go
 
 
 def _list(sizes: Any) -> Any:

@@ -19,6 +19,7 @@ from prism_sdk.testing.contracts import (
 )
 from prism_sdk.testing.launches import Launched, Launches, losses
 from prism_sdk.testing.orders import NamedUnit, check_golden, unit_order, used_groups
+from prism_sdk.testing.plain import run_plain
 from prism_sdk.testing.plugins import isolated_manager
 from prism_sdk.testing.routes import Route, run_route
 from prism_sdk.testing.scripted import ScriptedCalibration, ScriptedReplay
@@ -37,6 +38,7 @@ __all__ = [
     "check_golden",
     "isolated_manager",
     "losses",
+    "run_plain",
     "run_route",
     "unit_order",
     "used_groups",

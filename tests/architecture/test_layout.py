@@ -23,6 +23,7 @@ READS_THE_ENVIRONMENT = {
     "prism_sdk/runtime/preload.py": "takes back what an import has set, which a rank would not have found set",
     "prism_sdk/runtime/entry.py": "runs inside `import torch`: one look decides whether anything else is loaded",
     "prism_sdk/runtime/agent.py": "gives a rank the variables that torchrun would",
+    "prism_sdk/testing/plain.py": "gives ranks the variables that torchrun gives them",
     "prism_sdk/testing/workplace.py": "hands its own environment on to the commands that it starts",
     "prism_sdk/runtime/oncuda/nccl.py": "NCCL is told by variables alone that ranks share a GPU",
     "prism_sdk/runtime/store.py": "torch's own `env://` rendezvous is spelt in variables of torch",

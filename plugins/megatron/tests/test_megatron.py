@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +23,7 @@ from prism_sdk.testing import (
     NamedUnit,
     Route,
     losses,
+    run_plain,
     run_route,
     unit_order,
     used_groups,
@@ -91,12 +90,9 @@ def mixed(both: Launched) -> Job:
 
 @pytest.mark.slow
 def test_losses_are_those_without_prism(both: Launched) -> None:
-    """Over gloo, in processes of torchrun, of which only what the job takes for GPUs is Prism's; in all bits."""
-    plain = Path(__file__).parent / "without_prism.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
-    ended = subprocess.run([*command, plain, JOB, *BOTH], capture_output=True, text=True, timeout=200)
-    assert ended.returncode == 0, ended.stderr
-    assert len(losses(both.out)) == 4 and losses(ended.stdout) == losses(both.out)
+    """In all bits; of Prism there is only what answers for GPUs."""
+    plain = run_plain(JOB, BOTH, num_ranks=NUM_RANKS, device="cpu")
+    assert len(losses(both.out)) == 4 and losses(plain) == losses(both.out)
 
 
 def one_forward_one_backward(stage: int, num_stages: int) -> list[tuple[str, int, None]]:

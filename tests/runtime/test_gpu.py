@@ -57,7 +57,7 @@ def test_jobs_are_calibrated_on_devices() -> None:
 @pytest.mark.slow
 def test_reduced_calls_of_nccl_with_an_assistant() -> None:
     num_gpus = _num_gpus()
-    script, kinds = ROOT / "benchmarks" / "gpu_hold.py", ["operations", "fsdp2", "ddp"]
+    script, kinds = ROOT / "benchmarks" / "gpu_hold.py", ["operations", "fsdp2", "ddp", "overlap"]
     if num_gpus > 1:  # on one, which both share, times mean nothing
         kinds.append("chain")
     done = subprocess.run(

@@ -1,6 +1,7 @@
-"""Jobs in which ranks wait for what others do, on GPUs where there are some. It holds no test.
+"""Jobs in which ranks wait for what others do. It holds no test.
 
-    overlap_job.py chain NUM     rank 0 has asked for NUM reductions before rank 1 does what they wait for; four ranks
+    overlap_job.py chain NUM     rank 0 has asked for NUM reductions before rank 1 does what they wait for; four ranks,
+                                 on GPUs where there are some
     overlap_job.py killed WORD   rank 1 kills the launch's process with WORD in its command line while all wait for it
 
 Each rank checks all that it gets.
@@ -69,10 +70,11 @@ def helpers(word: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    if DEVICE == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     what, value = sys.argv[1:]
+    on_gpus = what == "chain" and DEVICE == "cuda"
+    if on_gpus:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if on_gpus else "gloo")
     if what == "killed":
         killed(value)
     else:

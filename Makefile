@@ -18,6 +18,9 @@ PLUGINS := $(patsubst %/pyproject.toml,%,$(wildcard plugins/*/pyproject.toml))
 STAMP := $(VENV)/.prism-$(shell printf '%s' '$(PRISM_TORCH)' | tr -c 'A-Za-z0-9.' '-')
 TEST_STAMP := $(STAMP)-test
 
+# Jobs and tests start thousands of processes: where bytecode is not kept, each compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test ray fuzz lint docs clean
 
@@ -87,9 +90,8 @@ $(TEST_STAMP): $(STAMP) $(PLUGINS:%=%/pyproject.toml) nccl_profiler/pyproject.to
 demo: $(STAMP)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
-# The tests start thousands of processes: where bytecode is not kept, each compiles what it imports.
 test: setup
-	@PATH="$(CURDIR)/$(BIN):$$PATH" env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 2 $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m pytest -n 2 $(ARGS)
 
 # Recordings, calibrations and sweeps on a Ray cluster of several raylets; Ray is 75 MB, and `make test` does without it.
 ray: setup

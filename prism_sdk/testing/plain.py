@@ -11,12 +11,12 @@ import importlib
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from prism_sdk.runtime.rendezvous import free_port
 from prism_sdk.testing.workplace import clean_environment
 
 __all__ = ["run_plain"]
@@ -54,12 +54,6 @@ def run_plain(
     return out
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 def _be_rank(rank: int, num_ranks: int, port: int, program: list[str]) -> None:
     world = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "RANK": rank, "LOCAL_RANK": rank}
     os.environ.update({key: str(value) for key, value in world.items()}, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -80,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         oncpu.install(num_devices=num_ranks)
     for name in filter(None, modules.split(",")):
         importlib.import_module(name)
-    port = _free_port()
+    port = free_port()
     children: set[int] = set()
     for rank in range(num_ranks):
         if child := os.fork():

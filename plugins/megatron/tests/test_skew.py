@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("megatron.core", exc_type=ImportError)
 
 import prismtrace
+from prism_sdk.analysis import expert_loads
 from prism_sdk.testing import Launches
 from prismtrace import Op, UnitKind
 
@@ -51,23 +52,13 @@ def times(trace: Path, rank: int) -> Times:
     return Times(median(experts), median(combine))
 
 
-def tokens(trace: Path) -> tuple[int, int]:
-    """Of the experts of each rank, in all."""
-    counts = [0, 0]
-    with prismtrace.TraceReader(trace) as reader:
-        for rank in (0, 1):
-            for value in reader.units(rank).columns()["moe.tokens_per_expert"]:
-                for expert, count in enumerate([] if value is None else value):
-                    counts[expert // 2] += int(count)
-    return counts[0], counts[1]
-
-
 def test_the_rank_with_most_tokens_computes_longest_and_the_other_waits(tmp_path: Path) -> None:
     """Bounds are wide: a laptop's speed changes by a third from one process to the next."""
     launches = Launches(tmp_path, plugin="prismtrace_megatron")
     recorded = launches.record(JOB, WIDE, num_ranks=2, options=["--device", "cpu", "--moe-skew", "1.5"])
-    many, few = tokens(recorded.trace)
-    assert many > 20 * few  # the logits of a router that has not learned yet differ little
+    (load,) = expert_loads(recorded.trace)  # of the one layer
+    # the logits of a router that has not learned yet differ little
+    assert sum(load.tokens[:2]) > 20 * sum(load.tokens[2:])
     calibrated = launches.calibrate(recorded.trace, JOB, WIDE)
     busy, idle = (times(calibrated.trace, rank) for rank in (0, 1))
     assert busy.experts > 4 * idle.experts

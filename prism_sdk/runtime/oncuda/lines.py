@@ -70,13 +70,12 @@ class Lines(Generic[K, T]):
 
     def _has_stream(self, line: _Line[T]) -> bool:
         """Whether a line has a stream by now: one that is free, or of a line that has nothing under way."""
-        if line.stream is None and not self._free:
+        if line.stream is None and self._free:
+            line.stream = self._free.pop()
+        elif line.stream is None:
             for other in self._lines.values():
                 other.let_go()
                 if other.stream is not None and not other.under_way:
-                    self._free.append(other.stream)
-                    other.stream = None
+                    line.stream, other.stream = other.stream, None
                     break
-        if line.stream is None and self._free:
-            line.stream = self._free.pop()
         return line.stream is not None

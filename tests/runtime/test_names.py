@@ -176,19 +176,23 @@ def test_an_event_costs_about_twice_what_no_event_can_do_without(desk: Desk) -> 
         rows.append([known[said], phase, clock(), microbatch, stage, part])
 
     best = {"event": float("inf"), "least": float("inf")}
-    for _ in range(600):  # of which the quickest counts: 50 ms, so that some are run without interruption
-        begin = time.perf_counter_ns()
-        for microbatch in range(32):
-            least("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady")
-        middle = time.perf_counter_ns()
-        for microbatch in range(32):
-            namer.leave(namer.enter("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady"))
-        best["event"] = min(best["event"], (time.perf_counter_ns() - middle) / 64)
-        best["least"] = min(best["least"], (middle - begin) / 32)
-        desk.tracer._rows.clear()
-        rows.clear()
-    print(best)
-    assert best["event"] < 2.5 * best["least"], best
+    until = time.monotonic() + 20  # a machine that others slow down for a second has quick moments too
+    while time.monotonic() < until:
+        for _ in range(600):  # of which the quickest counts: 50 ms, so that some are run without interruption
+            begin = time.perf_counter_ns()
+            for microbatch in range(32):
+                least("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady")
+            middle = time.perf_counter_ns()
+            for microbatch in range(32):
+                namer.leave(namer.enter("forward", microbatch=microbatch, stage=1, part="forward", schedule="steady"))
+            best["event"] = min(best["event"], (time.perf_counter_ns() - middle) / 64)
+            best["least"] = min(best["least"], (middle - begin) / 32)
+            desk.tracer._rows.clear()
+            rows.clear()
+        print(best)
+        if best["event"] < 2.5 * best["least"]:
+            return
+    pytest.fail(f"{best}")
 
 
 # --- wrapping ----------------------------------------------------------------------------------------------------

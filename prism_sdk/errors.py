@@ -343,24 +343,25 @@ class TraceMismatchError(RunError):
 
 
 class BeyondRecordingError(TraceMismatchError):
-    """Behind its recorded steps the program does something else than the last of them, which stands for all others."""
+    """Behind its recorded steps the program does something else than the last of them, which stand for all others."""
 
     def __init__(
-        self, rank: int, *, step: int, repeated_step: int, unit_index: int | None, expected: str, found: str, file: str
-    ) -> None:
+        self, rank: int, *, step: int, repeated_step: int, last_step: int, num_repeated: int, unit_index: int | None,
+        expected: str, found: str, file: str,
+    ) -> None:  # fmt: skip
         super().__init__(rank, unit_index=unit_index, expected=expected, found=found, file=file)
         where = "" if unit_index is None else f", unit {unit_index} of the graph"
+        repeated, it = ("one", "it") if num_repeated == 1 else (f"{num_repeated} ones", "them")
         self.message = (
-            f"step {step} of rank {rank} is not in the graph {file}, which ends with step {repeated_step}; steps "
-            f"beyond the recording repeat the last recorded one, and here the program departs from it: step "
+            f"step {step} of rank {rank} is not in the graph {file}, which ends with step {last_step}; steps "
+            f"beyond the recording repeat the last recorded {repeated}, and here the program departs from {it}: step "
             f"{repeated_step} has {expected}{where}, the program did {found}"
         )
         self.hint = (
-            "record as many steps as the program is to run, with what it does between them (an evaluation, a "
-            "checkpoint): prism record, where --steps must hold them all; or leave that out of the steps beyond"
+            "record as many steps as the program is to run (prism record, where --steps must hold them all), or, if "
+            "what it does between steps comes regularly (an evaluation, a checkpoint), two rounds of it"
         )
-        self.step = step
-        self.repeated_step = repeated_step
+        self.step, self.repeated_step = step, repeated_step
 
 
 class OutputError(RunError):

@@ -111,7 +111,7 @@ class CarriedOperation:
     expected: Any
     """The recorded operation that it meets (``prism_sdk.runtime.manifest.Expected``)."""
     handle: tuple[int, int]
-    """Its index in the boundary plan, and by how many steps it lies beyond the recorded one."""
+    """Its index in the boundary plan, and by how many rounds of repeated steps it lies beyond the recorded one."""
     recorded: Callable[[], memoryview | None]
     """What this rank contributed in the recording, while the operation is under way; absent where nobody knows."""
 

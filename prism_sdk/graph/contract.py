@@ -264,6 +264,7 @@ def contract(
     initial_ns: Mapping[int, int] | None = None,
     prune: bool = True,
     last_step: int | None = None,
+    steps_per_round: int = 1,
 ) -> BoundaryPlan:
     """The boundary plan of a sandbox in a job.
 
@@ -272,7 +273,8 @@ def contract(
         sandbox_ranks: the ranks that will run the program; all others are virtual.
         timing: the weights; without it those of the graph's own columns.
         initial_ns: the clock at which a rank begins, after the job's origin (0 where not given).
-        last_step: the step that stands for those beyond the recording; absent: the last that has boundary operations.
+        last_step: the last step of the job; absent: the last that has boundary operations.
+        steps_per_round: how many steps, that one the last of them, stand for those beyond the recording (rounds.py).
         prune: drop dominated terms; the plan's results are the same without, only more terms are kept.
 
     Raises:
@@ -307,7 +309,8 @@ def contract(
         keys["tag"].append(int(c["tag"][own[0]]) if is_message else ABSENT)
         keys["step"].append(int(c["step"][own].min()))
     members = np.concatenate([np.zeros(0, dtype=np.int64), *member_rows])
-    times = np.concatenate([timeline.step_times_ns(rank)[1] for rank in sorted(sandbox)])
+    ends = [timeline.step_ends_ns(rank)[1] for rank in sorted(sandbox)]
+    times = np.concatenate([of_rank[steps_per_round:] - of_rank[:-steps_per_round] for of_rank in ends])
     period = int(np.median(times)) if len(times) else timeline.end_of_job_ns
     first_rows = np.array([rows[0] for rows in member_rows], dtype=np.int64)
     arrays = {
@@ -331,5 +334,5 @@ def contract(
         last_step = int(arrays["step"].max()) if len(arrays["step"]) else -1
     return BoundaryPlan(
         world_size=graph.world_size, sandbox_ranks=tuple(sorted(sandbox)), period_ns=period, last_step=last_step,
-        **arrays,
+        steps_per_round=steps_per_round, **arrays,
     )  # fmt: skip

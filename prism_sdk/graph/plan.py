@@ -11,13 +11,14 @@ where A(START) is the origin of the job's clock and terms refer to operations be
 member m at ``A(j) + transfer(j, m)``. A send of a sandbox rank has no terms: A(j) is its post. The busy time of the
 group's communication stream is a term too, so an engine needs the posts and nothing else.
 
-Beyond the recorded steps the plan goes on periodically: an operation of step L + k (L the last recorded step) is the
-operation of the same ordinal of its stream in step L, with each source moved by k steps likewise. Recorded weights
-are kept. A START term moves with its own growth over the step. A source without a counterpart is dropped: of a step
-in which its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the
-same ordinal means something else. An operation left without terms follows itself one step before by ``period_ns``.
-Where step L - 1 was unlike step L (it logged something), terms are those of the latest step before that was like both
-L and its own predecessor.
+Beyond the recorded steps the plan goes on periodically: the last n steps (a *round*; n is 1 but where steps are of
+several kinds, rounds.py) follow each other again and again. An operation k rounds beyond is the recorded one of the
+round, with each source moved by as many steps likewise. Recorded weights are kept. A START term moves with its own
+growth over a round. A source without a counterpart is dropped: of a step in which its stream has another number of
+operations (as DDP's first steps have, before it makes its buckets anew) the same ordinal means something else. An
+operation left without terms follows itself one round before by ``period_ns``. Where the step before one of the round
+was unlike what comes before it in later rounds (it logged something), terms are those of the latest step before, a
+number of rounds away, that was like it and came after one that was.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Stream(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One term of an arrival: operation ``source``, moved by ``shift`` steps, plus ``weight_ns``."""
+    """One term of an arrival: operation ``source``, moved by ``shift`` rounds, plus ``weight_ns``."""
 
     source: int
     shift: int
@@ -90,10 +91,12 @@ class BoundaryPlan:
 
     world_size: int
     sandbox_ranks: tuple[int, ...]
-    #: The length of a step where nothing better is known, for operations beyond the recorded steps.
+    #: The length of a round where nothing better is known, for operations beyond the recorded steps.
     period_ns: int
-    #: The last whole step, which stands for all later ones; operations after it (a final barrier) have a higher step.
+    #: The last whole step; operations after it (a final barrier) have a higher step.
     last_step: int
+    #: How many steps, the last one among them, stand for all later ones.
+    steps_per_round: int = 1
     kind: npt.NDArray[np.uint8]
     group_id: npt.NDArray[np.uint64]
     source_rank: npt.NDArray[np.int32]
@@ -122,7 +125,7 @@ class BoundaryPlan:
         return tuple(zip(self.member_rank[span].tolist(), self.member_transfer_ns[span].tolist(), strict=True))
 
     def find(self, stream: Stream, *, seq: int) -> tuple[int, int]:
-        """The operation that stands for number ``seq`` of a stream, and by how many steps it is moved (0: recorded).
+        """The operation that stands for number ``seq`` of a stream, and by how many rounds it is moved (0: recorded).
 
         Raises GraphError where the stream is no part of the boundary, or has nothing to go on with.
         """
@@ -130,58 +133,82 @@ class BoundaryPlan:
         if known is None:
             raise GraphError(f"{_name(stream)} has no boundary operation in the graph",
                              hint="the program does something that the recorded job did not")  # fmt: skip
-        seqs, indexes, num_last = known
+        seqs, indexes, of_round = known
         at = bisect_left(seqs, seq)
         if at < len(seqs):
             if seqs[at] != seq:
                 raise GraphError(f"{_name(stream)} has no operation {seq} in the graph, only {seqs[0]} to {seqs[-1]}")
             return indexes[at], 0
-        if not num_last:
-            raise GraphError(f"{_name(stream)} ends with operation {seqs[-1]}, and had none in the last recorded step "
-                             f"{self.last_step}", hint="record more steps, or emulate fewer")  # fmt: skip
+        if not of_round:
+            raise GraphError(f"{_name(stream)} ends with operation {seqs[-1]}, and had none in {self.round_name}",
+                             hint="record more steps, or emulate fewer")  # fmt: skip
         beyond = seq - seqs[-1] - 1
-        return indexes[len(indexes) - num_last + beyond % num_last], 1 + beyond // num_last
+        return of_round[beyond % len(of_round)], 1 + beyond // len(of_round)
+
+    @property
+    def round_name(self) -> str:
+        """The steps that stand for later ones, for messages."""
+        return name_round(self.last_step, self.steps_per_round)
 
     def terms(self, index: int, *, shift: int = 0) -> tuple[Term, ...]:
-        """The terms of an operation, as recorded or (``shift`` > 0, last recorded step only) some steps later."""
+        """The terms of an operation, as recorded or (``shift`` > 0, operations of a round only) some rounds later."""
         if not shift:
             return tuple(Term(source, 0, weight) for source, weight in self._recorded(index))
-        last, steady = self.last_step, self._steady_step
-        if self.step[index] != last:
-            raise GraphError(f"only operations of the last recorded step {last} can stand for later ones")
+        step = int(self.step[index])
+        if not self._is_of_round(step):
+            raise GraphError(f"only operations of {self.round_name} can stand for later ones")
+        steady = self._steady_steps[step]
         like = self._counterpart(index, step=steady)
         assert like is not None
+        by = step - steady + shift * self.steps_per_round  # steps, a number of rounds
         recorded, terms = self._recorded(like), []
         for source, weight in recorded:
             if source == START:
                 growth = self._start_growth(like, weight)
                 if growth is not None:
-                    terms.append(Term(START, 0, weight + (last + shift - steady) * growth))
+                    terms.append(Term(START, 0, weight + by // self.steps_per_round * growth))
                 continue
-            to_step = int(self.step[source]) + last + shift - steady
-            moved = self._counterpart(source, step=min(to_step, last))
+            to_step, rounds = self._place(int(self.step[source]) + by)
+            moved = self._counterpart(source, step=to_step)
             if moved is not None:
-                terms.append(Term(moved, max(0, to_step - last), weight))
+                terms.append(Term(moved, rounds, weight))
         if not terms and recorded:
             terms.append(Term(index, shift - 1, self.period_ns))
         return tuple(terms)
+
+    def _is_of_round(self, step: int) -> bool:
+        return self.last_step - self.steps_per_round < step <= self.last_step
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The recorded step that stands for a step, and how many rounds beyond it lies."""
+        beyond = step - self.last_step - 1
+        if beyond < 0:
+            return step, 0
+        rounds, place = divmod(beyond, self.steps_per_round)
+        return self.last_step - self.steps_per_round + 1 + place, 1 + rounds
 
     def _recorded(self, index: int) -> list[tuple[int, int]]:
         span = slice(int(self.term_offsets[index]), int(self.term_offsets[index + 1]))
         return list(zip(self.term_source[span].tolist(), self.term_weight_ns[span].tolist(), strict=True))
 
     @cached_property
-    def _steady_step(self) -> int:
-        """The latest step that is like the last one and follows one like it; the last one itself where none does."""
+    def _steady_steps(self) -> dict[int, int]:
+        """For each step of the round the latest one, a number of rounds before, that is like it and follows one that is
+        like what it follows in later rounds; itself where none does."""
         numbers: dict[int, dict[Stream, int]] = {}
         for (stream, step), there in self._ordinals[1].items():
             numbers.setdefault(step, {})[stream] = len(there)
-        last = self.last_step
-        alike = {step for step, found in numbers.items() if found == numbers.get(last)}
-        return max((step for step in alike if step <= last and step - 1 in alike), default=last)
+        last, num = self.last_step, self.steps_per_round
+        found = {}
+        for step in range(last - num + 1, last + 1):
+            kind, before = numbers.get(step), numbers.get(self._place(step + num - 1)[0])
+            found[step] = next(
+                (at for at in range(step, 0, -num) if numbers.get(at) == kind and numbers.get(at - 1) == before), step
+            )
+        return found
 
     def _start_growth(self, index: int, weight_ns: int) -> int | None:
-        before = self._counterpart(index, step=int(self.step[index]) - 1)
+        before = self._counterpart(index, step=int(self.step[index]) - self.steps_per_round)
         if before is None:
             return None
         for source, _, weight in self.terms(before):
@@ -197,17 +224,17 @@ class BoundaryPlan:
         return there[ordinals[index]] if len(there) == len(here) else None
 
     @cached_property
-    def _streams(self) -> dict[Stream, tuple[list[int], list[int], int]]:
-        """For each stream its seqs in order, their operations, and how many of them are in the last step."""
+    def _streams(self) -> dict[Stream, tuple[list[int], list[int], list[int]]]:
+        """For each stream its seqs in order, their operations, and those of them that are in the round."""
         found: dict[Stream, list[tuple[int, int]]] = {}
         for index in range(len(self)):
             found.setdefault(self.stream(index), []).append((int(self.seq[index]), index))
-        last = self.last_step
         result = {}
         for stream, entries in found.items():
             entries.sort()
-            num_last = sum(1 for _, index in entries if self.step[index] == last)
-            result[stream] = ([seq for seq, _ in entries], [index for _, index in entries], num_last)
+            indexes = [index for _, index in entries]
+            of_round = [index for index in indexes if self._is_of_round(int(self.step[index]))]
+            result[stream] = ([seq for seq, _ in entries], indexes, of_round)
         return result
 
     @cached_property
@@ -232,7 +259,7 @@ class BoundaryPlan:
             at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         header = json.dumps(
             {"world_size": self.world_size, "sandbox_ranks": list(self.sandbox_ranks), "period_ns": self.period_ns,
-             "last_step": self.last_step, "arrays": table, "num_bytes": at}
+             "last_step": self.last_step, "steps_per_round": self.steps_per_round, "arrays": table, "num_bytes": at}
         ).encode()  # fmt: skip
         body = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNMENT) * _ALIGNMENT
         temporary = f"{os.fspath(path)}.tmp{os.getpid()}"
@@ -271,9 +298,15 @@ class BoundaryPlan:
                 at, count = header["arrays"][column]
                 arrays[column] = body[at : at + count * np.dtype(dtype).itemsize].view(dtype)
             return cls(world_size=header["world_size"], sandbox_ranks=tuple(header["sandbox_ranks"]),
-                       period_ns=header["period_ns"], last_step=header["last_step"], **arrays)  # fmt: skip
+                       period_ns=header["period_ns"], last_step=header["last_step"],
+                       steps_per_round=header["steps_per_round"], **arrays)  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableError(name, reason=str(error)) from error
+
+
+def name_round(last_step: int, num_steps: int) -> str:
+    """The steps that stand for those beyond a recording, for messages."""
+    return f"the last recorded step {last_step}" if num_steps == 1 else f"the last {num_steps} recorded steps"
 
 
 def _name(stream: Stream) -> str:

@@ -1,4 +1,4 @@
-"""Where a sandbox rank is in its script: holds each call against the recorded one, and goes round in the last step.
+"""Where a sandbox rank is in its script: holds each call against the recorded one, and goes round in the last steps.
 
 Responsible for what counts as the same operation and for the words when it is another; emulate.py gives times and
 values.
@@ -12,15 +12,17 @@ from prism_sdk.runtime.manifest import Expected, Script
 
 
 class Cursor:
-    """Where the rank is in its script; beyond the recorded steps it goes round in the last one."""
+    """Where the rank is in its script; beyond the recorded steps it goes round in the last ones."""
 
     def __init__(self, script: Script, file: str) -> None:
         """`file` is the graph that the script was read from, for messages."""
         self.script = script
         self._file = file
         self._position = 0
-        self.rounds = 0  # how often it went back to the beginning of the last whole step
-        self.stand_ins: list[tuple[Expected, Expected]] = []  # (met behind the last step, what it was of the step)
+        self.rounds = 0  # how often it went back to the beginning of the round
+        self.stand_ins: list[tuple[Expected, int, Expected, int]] = []
+        """(met, its rounds, what it stands for, the rounds of that), not told to the engine yet."""
+        self._num_skipped = 0  # recorded operations of whole steps that the program did not come to
         self._num_resized = 0  # all-to-alls of other sizes than recorded
         self._first_resized = ""
 
@@ -28,7 +30,7 @@ class Cursor:
         """The expectation that `call` in `step` meets, and by how many payloads its own have moved on."""
         script = self.script
         self._go_round(call)
-        if not self._meets(self._position, call):
+        if not self._meets(self._position, call) and not self._leave(call):
             raise self._mismatch(call, step)
         one = script.expected[self._position]
         self._position += 1
@@ -42,8 +44,8 @@ class Cursor:
         one = script.expected[position] if position < len(script.expected) else None
         wanted = "no further communication" if one is None else one.describe()
         unit_index = None if one is None else one.unit_index
-        behind = position - script.last_step_end
-        is_repeating = step > script.last_step and behind >= 0 and script.last_step_begin < script.last_step_end
+        behind = position - script.round_end
+        is_repeating = step > script.last_step and behind >= 0 and script.round_begin < script.round_end
         if not self.rounds and not is_repeating:
             error = TraceMismatchError(
                 script.rank, unit_index=unit_index, expected=wanted, found=describe(call), file=self._file
@@ -52,39 +54,74 @@ class Cursor:
                 error.hint = _OTHER_ROUTING
             return error
         if behind >= 0:
-            again = script.last_step_begin + behind
-            if again < script.last_step_end:
-                repeated = script.expected[again]
-                end = f" (or, at the job's end, {wanted})" if one is not None else ""
-                wanted, unit_index = repeated.describe() + end, repeated.unit_index
+            again = script.round_begin + behind
+            if again < script.round_end:
+                one = script.expected[again]
+                end = f" (or, at the job's end, {wanted})" if position < len(script.expected) else ""
+                wanted, unit_index = one.describe() + end, one.unit_index
         return BeyondRecordingError(
-            script.rank, step=step, repeated_step=script.last_step, unit_index=unit_index, expected=wanted,
+            script.rank, step=step, last_step=script.last_step, num_repeated=script.steps_per_round,
+            repeated_step=script.last_step if one is None else one.step, unit_index=unit_index, expected=wanted,
             found=describe(call), file=self._file,
         )  # fmt: skip
 
     @property
     def num_left(self) -> int:
         """Recorded operations that the program did not come to."""
-        return 0 if self.rounds else len(self.script.expected) - self._position
+        return 0 if self.rounds else len(self.script.expected) - self._position + self._num_skipped
 
     def _go_round(self, call: Call) -> None:
-        """Behind the last whole step, go back to it if the program trains on.
+        """Behind the last whole step, go back to the round if the program trains on.
 
         What was recorded behind it is the end of the job, but may be the beginning of a step as well (a loss that is
-        logged): as many operations as were met there are skipped in the step.
+        logged): as many operations as were met there are skipped in the round.
         """
         script = self.script
-        behind = self._position - script.last_step_end
-        if behind < 0 or script.last_step_begin == script.last_step_end:
+        behind = self._position - script.round_end
+        if behind < 0 or script.round_begin == script.round_end:
             return
         if self._meets(self._position, call) and not (self.rounds and behind == 0):
             return
-        if self._meets(script.last_step_begin + behind, call):
-            self._position = script.last_step_begin + behind
+        if self._meets(script.round_begin + behind, call):
+            self._position = script.round_begin + behind
             self.rounds += 1
             for ordinal in range(behind):
-                met = script.expected[script.last_step_end + ordinal]
-                self.stand_ins.append((met, script.expected[script.last_step_begin + ordinal]))
+                met = script.expected[script.round_end + ordinal]
+                self.stand_ins.append((met, 0, script.expected[script.round_begin + ordinal], self.rounds))
+
+    def _leave(self, call: Call) -> bool:
+        """A program may end after any step: whether `call` is among what ended the recorded job.
+
+        That may begin as a step does, which was begun then.
+        """
+        expected, at, end = self.script.expected, self._position, self.script.round_end
+        if not 0 < at < end:
+            return False
+        begin = self._step_begin(at)
+        num_begun = at - begin
+        pairs = zip(expected[begin:at], expected[end : end + num_begun], strict=False)
+        if begin == 0 or any(one.kind() != other.kind() for one, other in pairs):
+            return False
+        place = next((i for i in range(end + num_begun, len(expected)) if self._meets(i, call)), None)
+        if place is None:
+            return False
+        last = next((one for one in reversed(expected[:at]) if one.stream is not None), None)
+        if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
+            left_out = expected[end if self.rounds else at : place]
+            self.stand_ins += [(last, self.shift_of(last), one, 0) for one in left_out]
+        self._num_skipped += end - at
+        self._position = place
+        return True
+
+    def _step_begin(self, at: int) -> int:
+        """Where the step begins of which the operation before `at` is a part; `at` itself where a step ends there."""
+        expected = self.script.expected
+        step = expected[at - 1].step
+        if expected[at].step != step:
+            return at
+        while at and expected[at - 1].step == step:
+            at -= 1
+        return at
 
     def resized(self) -> dict[str, object]:
         """For the metadata: how many all-to-alls had other sizes than recorded, and the first of them."""
@@ -92,8 +129,12 @@ class Cursor:
         return {"all_to_alls_resized": self._num_resized, **first}
 
     def shift_of(self, one: Expected) -> int:
-        """By how many steps an operation lies beyond the recorded one that stands for it."""
-        return self.rounds if one.step == self.script.last_step else 0
+        """By how many rounds an operation lies beyond the recorded one that stands for it."""
+        return self.rounds if self.script.is_of_round(one.step) else 0
+
+    def step_of(self, one: Expected) -> int:
+        """The step that an operation is of, whose recorded one may stand for it."""
+        return one.step + self.shift_of(one) * self.script.steps_per_round
 
     def _meets(self, position: int, call: Call, *, of_any_size: bool = False) -> bool:
         if position >= len(self.script.expected):

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
 from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
+from prism_sdk.graph.rounds import steps_per_round
 from prism_sdk.graph.timing import Timing
 from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
@@ -256,11 +259,18 @@ def _prepare(
             )
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
+        num_repeated = _steps_per_round(scripts, reader, times)
+    scripts = {rank: script.repeating(num_repeated) for rank, script in scripts.items()}
+    if num_repeated > 1:
+        report(f"steps are of several kinds: those beyond the recording repeat the last {num_repeated} ones")
     graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
-    plan = contract(graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step)
+    plan = contract(
+        graph, sandbox_ranks=sandbox, timing=timing, last_step=scripts[sandbox[0]].last_step,
+        steps_per_round=num_repeated,
+    )  # fmt: skip
     plan.save(work / "plan")
     report(f"{counted(len(plan), 'boundary operation')}, {counted(int(plan.term_offsets[-1]), 'term')}")
     for rank, script in scripts.items():
@@ -280,6 +290,16 @@ def _prepare(
         times=times,
     )  # fmt: skip
     return scripts, facts
+
+
+def _steps_per_round(scripts: Mapping[int, Script], reader: TraceReader, times: Path | None) -> int:
+    """How many of the last steps stand for those beyond the recording, for all sandbox ranks alike."""
+    kinds = list(zip(*(script.kinds() for script in scripts.values()), strict=False))
+    with TraceReader(times) if times else contextlib.nullcontext(reader) as timed:
+        ends = timed.steps(min(scripts), columns=["end_ns"]).end_ns
+        is_timed = bool(times) or timed.graph_kind is GraphKind.CALIBRATED
+    is_timed &= len(ends) == len(kinds)
+    return steps_per_round(kinds, np.diff(ends, prepend=0).tolist() if is_timed else ())
 
 
 def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -122,13 +122,18 @@ class BoundaryEngine:
         return None if self._unknown(terms) else self._at_terms(terms)
 
     def row(self, index: int, shift: int) -> int:
-        """The row of an operation on the board."""
+        """One number for a handle, which is its row on the board."""
         return index + shift * len(self.plan)
 
-    def post(self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0) -> tuple[int, int]:
-        """This rank has arrived at the recorded operation `seq` of a stream, or `shift` > 0 steps beyond, at its like.
+    def handle_of(self, row: int) -> tuple[int, int]:
+        """The handle of a row."""
+        shift, index = divmod(row, len(self.plan))
+        return index, shift
 
-        Returns the operation's handle (index in the plan, steps beyond the recorded ones).
+    def post(self, stream: Stream, seq: int, posted_ns: int, *, shift: int = 0) -> tuple[int, int]:
+        """This rank has arrived at the recorded operation `seq` of a stream, or `shift` > 0 rounds beyond, at its like.
+
+        Returns the operation's handle (index in the plan, rounds of steps beyond the recorded ones).
         """
         handle = self.handle(stream, seq, shift=shift)
         self.post_at(handle, posted_ns)
@@ -164,24 +169,13 @@ class BoundaryEngine:
             self._terms[handle] = self.plan.terms(handle[0], shift=handle[1])
             self._transfer(handle)
 
-    def stand_in_at(self, met: tuple[int, int], meant: tuple[int, int]) -> None:
-        """As `stand_in`, by handles."""
+    def stand_in(self, met: tuple[int, int], meant: tuple[int, int]) -> None:
+        """An operation that was met turns out to be another one as well, of which it has the post."""
         read = self._to_come.get(met)
         if met in self._posts:
             self.post_at(meant, self._posts[met])
         elif read is not None:
             self.post_later(meant, read)
-
-    def stand_in(
-        self, met: Stream, met_seq: int, meant: Stream, meant_seq: int, *, shift: int
-    ) -> tuple[tuple[int, int], tuple[int, int]]:
-        """An operation that was met behind the last step turns out to be one of the step that began there.
-
-        Returns the handles of both.
-        """
-        handles = self.handle(met, met_seq), self.handle(meant, meant_seq, shift=shift)
-        self.stand_in_at(*handles)
-        return handles
 
     def completion(self, handle: tuple[int, int]) -> int:
         """When the operation completes for this rank, in ns of the monotonic clock; waits for posts of other ranks."""

@@ -52,6 +52,12 @@ class Expected:
         """The member whose payload says what `member` gives."""
         return member if self.alike is None else int(self.alike[member])
 
+    def kind(self) -> tuple[object, ...]:
+        """Equal for operations of which one can stand for the other."""
+        is_any_size = self.size_may_differ or self.op is Op.ALL_TO_ALL  # of routed tokens, say
+        sizes = () if is_any_size else (self.num_elements_in, self.num_elements_out)
+        return self.op, self.reduce_op, self.dtype, self.group_id, self.peer, self.tag, *sizes
+
     def describe(self) -> str:
         peer = "" if self.peer is None else f" with rank {self.peer}"
         reduce_op = f" {self.reduce_op.name.lower()}" if self.reduce_op else ""
@@ -62,21 +68,43 @@ class Expected:
 
 @dataclass(frozen=True)
 class Script:
-    """All communication of one sandbox rank, in order, and where the last whole step begins and ends in it."""
+    """All communication of one sandbox rank, in order, and where the steps are that stand for later ones (a round)."""
 
     rank: int
     expected: tuple[Expected, ...]
-    last_step_begin: int
-    last_step_end: int
+    round_begin: int
+    round_end: int  # what comes behind the last whole step ends the job
     last_step: int
     sequence: PayloadSequence
     has_values: bool
+    steps_per_round: int = 1
     stood_for_by: int | None = None  # the rank whose rows these are, where the recording had no process for it
 
     @property
     def items_per_round(self) -> int:
-        """Payloads from one pass through the last step to the next (with those of the operations that end the job)."""
+        """Payloads from one pass through the round to the next (with those of the operations that end the job)."""
         return len(self.sequence.items) - self.sequence.repeat_from
+
+    def is_of_round(self, step: int) -> bool:
+        """Whether a recorded step is one of those that stand for others."""
+        return self.last_step - self.steps_per_round < step <= self.last_step
+
+    def repeating(self, num_steps: int) -> Script:
+        """The script whose last `num_steps` whole steps stand for those beyond."""
+        script = replace(self, steps_per_round=num_steps)
+        in_round = [place for place, one in enumerate(self.expected) if script.is_of_round(one.step)]
+        begin, end = (in_round[0], in_round[-1] + 1) if in_round else (len(self.expected), len(self.expected))
+        given = (one.first_item for one in self.expected[begin:end] if one.stream is not None)
+        sequence = replace(self.sequence, repeat_from=next(given, len(self.sequence.items)))
+        return replace(script, round_begin=begin, round_end=end, sequence=sequence)
+
+    def kinds(self) -> list[tuple[object, ...]]:
+        """What is communicated in each step up to the last; equal where steps can stand for one another."""
+        kinds: list[list[object]] = [[] for _ in range(self.last_step + 1)]
+        for one in self.expected:
+            if one.step <= self.last_step:
+                kinds[one.step].append(one.kind())
+        return [tuple(kind) for kind in kinds]
 
     def save(self, path: Path) -> None:
         path.write_bytes(pickle.dumps(self))
@@ -228,12 +256,9 @@ def _script(
             one = replace(one, size_may_differ=True)
         previous[line] = one
         expected.append(one)
-    in_last = [i for i, e in enumerate(expected) if e.step == last_step]
-    begin, end = (in_last[0], in_last[-1] + 1) if in_last else (len(expected), len(expected))
-    boundary = [e for e in expected[begin:end] if e.stream is not None]
-    repeat_from = boundary[0].first_item if boundary else len(items)
-    sequence = PayloadSequence(tuple(items), repeat_from)
-    return Script(rank, tuple(expected), begin, end, last_step, sequence, complete)
+    sequence = PayloadSequence(tuple(items), len(items))
+    script = Script(rank, tuple(expected), len(expected), len(expected), last_step, sequence, complete)
+    return script.repeating(1)
 
 
 def _expected(reader: TraceReader, table: Any, row: int, rank: int, sandbox: frozenset[int]) -> Expected:

@@ -49,8 +49,8 @@ class Supplies:
         self._expected = expected
         self._order = sorted(expected, key=lambda key: expected[key].unit_index)
         self._place = {key: place for place, key in enumerate(self._order)}
-        last_step = scripts[0].last_step
-        self._repeat_from = next((i for i, k in enumerate(self._order) if expected[k].step == last_step), 0)
+        is_of_round = scripts[0].is_of_round
+        self._repeat_from = next((i for i, k in enumerate(self._order) if is_of_round(expected[k].step)), 0)
         self._ready: dict[Key, Supply] = {}
         self._held_bytes = 0
         self._next = 0

@@ -198,9 +198,38 @@ def test_a_step_unlike_the_last_one_just_before_it_says_nothing_of_later_ones(sa
     _goes_on_as(_logging(6, slow=slow).graph(), _logging(11, slow=slow).graph(), sandbox=[sandbox])
 
 
-def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int]) -> None:
+def _in_turns(num_steps: int, *, num_kinds: int) -> Program:
+    """Data parallel, every other rank last in turns: one step of `num_kinds` is longer, and evaluates."""
+    p = Program(3, {1: (0, 1, 2), 2: (1, 2)})
+    for step in range(num_steps):
+        p.step = step
+        place = step % num_kinds
+        if place == num_kinds - 1:
+            for rank in (0, 1, 2):
+                p.compute(rank, 300 - 90 * rank)
+            for rank, unit in p.collective(1, lambda _: 31).items():
+                p.wait(rank, unit)
+        for _ in range(1 + place % 2):
+            for rank in (0, 1, 2):
+                p.compute(rank, 20 + 17 * (rank + place) % 50)
+            for group in (1, 2):
+                for rank, unit in p.collective(group, lambda rank: 7 + rank).items():
+                    p.wait(rank, unit)
+    return p
+
+
+@pytest.mark.parametrize("num_kinds", [2, 3, 5])
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("sandbox", [[0], [1], [0, 2]])
+def test_steps_of_several_kinds_in_turns(num_kinds: int, more: int, sandbox: list[int]) -> None:
+    few, many = (_in_turns(num, num_kinds=num_kinds).graph() for num in (3 * num_kinds + more, 8 * num_kinds))
+    _goes_on_as(few, many, sandbox=sandbox, steps_per_round=num_kinds)
+
+
+def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int], steps_per_round: int = 1) -> None:
     """The plan of a few steps must give the times of many, with the sandbox as it is and slower."""
-    short, plan = contract(few, sandbox_ranks=sandbox), contract(many, sandbox_ranks=sandbox)
+    short = contract(few, sandbox_ranks=sandbox, steps_per_round=steps_per_round)
+    plan = contract(many, sandbox_ranks=sandbox)
     for factor in (1, 2):
         timing = Timing.from_graph(many)
         inside = np.isin(many.rank_of_row, sandbox)
@@ -210,7 +239,7 @@ def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int]) -> None:
         arrivals: dict[tuple[int, int], int] = {}
         for j in range(len(plan)):
             index, shift = short.find(plan.stream(j), seq=int(plan.seq[j]))
-            assert int(short.step[index]) + shift == plan.step[j]
+            assert int(short.step[index]) + shift * steps_per_round == plan.step[j]
             at = posts[j]
             for source, moved, weight in short.terms(index, shift=shift):
                 at = max(at, (0 if source == START else arrivals[source, moved]) + weight)

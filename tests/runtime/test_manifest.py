@@ -182,7 +182,7 @@ def test_where_the_last_whole_step_begins_and_ends(graph: Graph) -> None:
     graph.step = 2  # behind the last optimizer step: the end of the job
     graph.collective(Op.ALL_REDUCE)
     script = graph.scripts(0, num_steps=2)[0]
-    assert (script.last_step, script.last_step_begin, script.last_step_end) == (1, 3, 5)
+    assert (script.last_step, script.round_begin, script.round_end) == (1, 3, 5)
     assert len(script.sequence.items) == 1 + 4 + 4 + 2
     assert script.sequence.repeat_from == 5
     assert script.items_per_round == 6
@@ -192,7 +192,7 @@ def test_where_the_last_whole_step_begins_and_ends(graph: Graph) -> None:
 def test_without_steps_everything_is_the_last_step(graph: Graph) -> None:
     graph.collective(Op.ALL_GATHER)
     script = graph.scripts(0)[0]
-    assert (script.last_step_begin, script.last_step_end, script.sequence.repeat_from) == (0, 1, 0)
+    assert (script.round_begin, script.round_end, script.sequence.repeat_from) == (0, 1, 0)
 
 
 def test_a_rank_that_never_communicates_has_an_empty_script(graph: Graph) -> None:

@@ -19,7 +19,9 @@ SAMPLES = [
     errors.PortInUseError("127.0.0.1", port=29500),
     errors.UnknownNameError("slice", kind="strategy", known=["slices", "fastest"]),
     errors.PluginError("cannot", plugin="p"),
-    errors.BeyondRecordingError(0, step=9, repeated_step=3, unit_index=7, expected="a", found="b", file="t.prism"),
+    errors.BeyondRecordingError(
+        0, step=9, repeated_step=3, last_step=4, num_repeated=2, unit_index=7, expected="a", found="b", file="t.prism"
+    ),
     errors.BrokenPluginError("p", reason="ImportError: no", distribution="d"),
     errors.DuplicateNameError("slices", kind="strategy", distributions=["a", "b"], plugin="p"),
     errors.UnsupportedError("allreduce_sparse", rank=3),

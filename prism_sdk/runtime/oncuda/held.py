@@ -106,9 +106,9 @@ class HeldOperations:
         if self._hold is not None and count:
             self._hold.pool.skip(first, count)
 
-    def stand_in(self, met: tuple[int, int], meant: tuple[int, int]) -> None:
-        """As BoundaryEngine.stand_in_at."""
-        self._append(fields.STAND_IN, meant, met[0])
+    def stand_in(self, met: int, meant: tuple[int, int]) -> None:
+        """As BoundaryEngine.stand_in; of what was met it takes the row."""
+        self._append(fields.STAND_IN, meant, met)
 
     def _append(self, kind: int, handle: tuple[int, int], value: int) -> None:
         if self._hold is None:

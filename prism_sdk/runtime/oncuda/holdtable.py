@@ -115,8 +115,8 @@ class HoldTable:
         """Add an entry; returns its number. The slot must be free (`is_free`).
 
         Args:
-            kind: HELD; HOST_POST, a post that the host made; STAND_IN, whose `posted_ns` is the index of what was met.
-            handle: the operation's index in the boundary plan, and by how many steps it is moved.
+            kind: HELD; HOST_POST, a post that the host made; STAND_IN, whose `posted_ns` is the row of what was met.
+            handle: the operation's index in the boundary plan, and by how many rounds of steps it is moved.
             lane: number of the stream that arrives: arrivals of one lane come in order.
             like: operations of one number, less than MOST_ALIKE, take as long from their release to their end; 0: no
                 longer than a bare wait takes.

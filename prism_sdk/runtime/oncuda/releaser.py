@@ -142,7 +142,7 @@ class Releaser:
             elif kind == fields.HOST_POST:
                 self.engine.post_at(handle, posted_ns)
             else:
-                self.engine.stand_in_at((posted_ns, 0), handle)
+                self.engine.stand_in(self.engine.handle_of(posted_ns), handle)
             self._taken = table.taken = number + 1
         self.engine.start_at(table.origin_ns)
 

@@ -171,7 +171,7 @@ class SliceSeam(EmulateSeam):
         self.pool.announce(first)
         is_large = sum(tensor.nbytes for tensor in call.outputs) > SMALL_BYTES
         # not the tracer's step, which changes some operations later where they are asked for ahead
-        key = self._firsts.next(call, one, step=one.step + self.cursor.shift_of(one))
+        key = self._firsts.next(call, one, step=self.cursor.step_of(one))
         known = self._firsts.known(key) if is_large else None
         by_source: dict[int, memoryview] = {}
         if known is None:

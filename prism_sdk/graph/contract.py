@@ -23,6 +23,7 @@ from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.plan import START, BoundaryPlan
 from prism_sdk.graph.timing import Timing, schedule
+from prism_sdk.graph.turns import turns_of
 from prismtrace import ABSENT, ABSENT32, UnitKind
 
 __all__ = ["contract"]
@@ -331,5 +332,5 @@ def contract(
         last_step = int(arrays["step"].max()) if len(arrays["step"]) else -1
     return BoundaryPlan(
         world_size=graph.world_size, sandbox_ranks=tuple(sorted(sandbox)), period_ns=period, last_step=last_step,
-        **arrays,
+        turns=turns_of([graph]), **arrays,
     )  # fmt: skip

@@ -17,7 +17,8 @@ are kept. A START term moves with its own growth over the step. A source without
 in which its stream has another number of operations (as DDP's first steps have, before it makes its buckets anew) the
 same ordinal means something else. An operation left without terms follows itself one step before by ``period_ns``.
 Where step L - 1 was unlike step L (it logged something), terms are those of the latest step before that was like both
-L and its own predecessor.
+L and its own predecessor. Where kinds of steps take turns (``turns``), terms are those of the latest such step whose
+turn it was, and START terms grow from one round of turns to the next.
 """
 
 from __future__ import annotations
@@ -94,6 +95,8 @@ class BoundaryPlan:
     period_ns: int
     #: The last whole step, which stands for all later ones; operations after it (a final barrier) have a higher step.
     last_step: int
+    #: After how many steps the same kind of step comes again.
+    turns: int = 1
     kind: npt.NDArray[np.uint8]
     group_id: npt.NDArray[np.uint64]
     source_rank: npt.NDArray[np.int32]
@@ -146,9 +149,11 @@ class BoundaryPlan:
         """The terms of an operation, as recorded or (``shift`` > 0, last recorded step only) some steps later."""
         if not shift:
             return tuple(Term(source, 0, weight) for source, weight in self._recorded(index))
-        last, steady = self.last_step, self._steady_step
+        last = self.last_step
         if self.step[index] != last:
             raise GraphError(f"only operations of the last recorded step {last} can stand for later ones")
+        steady = self._steady_steps[(last + shift) % self.turns]
+        beyond = last + shift - steady
         like = self._counterpart(index, step=steady)
         assert like is not None
         recorded, terms = self._recorded(like), []
@@ -156,9 +161,9 @@ class BoundaryPlan:
             if source == START:
                 growth = self._start_growth(like, weight)
                 if growth is not None:
-                    terms.append(Term(START, 0, weight + (last + shift - steady) * growth))
+                    terms.append(Term(START, 0, weight + beyond * growth // self.turns))
                 continue
-            to_step = int(self.step[source]) + last + shift - steady
+            to_step = int(self.step[source]) + beyond
             moved = self._counterpart(source, step=min(to_step, last))
             if moved is not None:
                 terms.append(Term(moved, max(0, to_step - last), weight))
@@ -171,17 +176,23 @@ class BoundaryPlan:
         return list(zip(self.term_source[span].tolist(), self.term_weight_ns[span].tolist(), strict=True))
 
     @cached_property
-    def _steady_step(self) -> int:
-        """The latest step that is like the last one and follows one like it; the last one itself where none does."""
+    def _steady_steps(self) -> list[int]:
+        """By turn, the latest step that is like the last one and follows one like it.
+
+        Where a turn has none, it is that of any turn; the last step itself where none is.
+        """
         numbers: dict[int, dict[Stream, int]] = {}
         for (stream, step), there in self._ordinals[1].items():
             numbers.setdefault(step, {})[stream] = len(there)
         last = self.last_step
         alike = {step for step, found in numbers.items() if found == numbers.get(last)}
-        return max((step for step in alike if step <= last and step - 1 in alike), default=last)
+        steady = [step for step in sorted(alike) if step <= last and step - 1 in alike] or [last]
+        return [max((step for step in steady if step % self.turns == turn), default=steady[-1])
+                for turn in range(self.turns)]  # fmt: skip
 
     def _start_growth(self, index: int, weight_ns: int) -> int | None:
-        before = self._counterpart(index, step=int(self.step[index]) - 1)
+        """By how much the START term of an operation grows in a round of turns."""
+        before = self._counterpart(index, step=int(self.step[index]) - self.turns)
         if before is None:
             return None
         for source, _, weight in self.terms(before):
@@ -232,7 +243,7 @@ class BoundaryPlan:
             at += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         header = json.dumps(
             {"world_size": self.world_size, "sandbox_ranks": list(self.sandbox_ranks), "period_ns": self.period_ns,
-             "last_step": self.last_step, "arrays": table, "num_bytes": at}
+             "last_step": self.last_step, "turns": self.turns, "arrays": table, "num_bytes": at}
         ).encode()  # fmt: skip
         body = -(-(len(_MAGIC) + 8 + len(header)) // _ALIGNMENT) * _ALIGNMENT
         temporary = f"{os.fspath(path)}.tmp{os.getpid()}"
@@ -271,7 +282,8 @@ class BoundaryPlan:
                 at, count = header["arrays"][column]
                 arrays[column] = body[at : at + count * np.dtype(dtype).itemsize].view(dtype)
             return cls(world_size=header["world_size"], sandbox_ranks=tuple(header["sandbox_ranks"]),
-                       period_ns=header["period_ns"], last_step=header["last_step"], **arrays)  # fmt: skip
+                       period_ns=header["period_ns"], last_step=header["last_step"], turns=header["turns"],
+                       **arrays)  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableError(name, reason=str(error)) from error
 

@@ -198,6 +198,41 @@ def test_a_step_unlike_the_last_one_just_before_it_says_nothing_of_later_ones(sa
     _goes_on_as(_logging(6, slow=slow).graph(), _logging(11, slow=slow).graph(), sandbox=[sandbox])
 
 
+def _in_turns(num_steps: int, lengths: list[int]) -> Program:
+    """Data parallel: steps differ by how long ranks compute alone, and rank 1 sends word of it to rank 0."""
+    p = Program(2, {1: (0, 1)})
+    for step in range(num_steps):
+        p.step = step
+        for rank in (0, 1):
+            p.compute(rank, lengths[step % len(lengths)] + 7 * rank)
+        p.send(1, 1, 0, 0, 3)
+        p.wait(0, p.recv(1, 1, 0, 0, 3))
+        for rank, unit in p.collective(1, lambda _: 5).items():
+            p.wait(rank, unit)
+    return p
+
+
+@pytest.mark.parametrize("num_recorded", [7, 8, 9])
+@pytest.mark.parametrize("sandbox", [[0], [1]])
+@pytest.mark.parametrize("lengths", [[20, 90], [20, 90, 40]])
+def test_kinds_of_steps_go_on_in_turns(sandbox: list[int], lengths: list[int], num_recorded: int) -> None:
+    _goes_on_as(_in_turns(num_recorded, lengths).graph(), _in_turns(17, lengths).graph(), sandbox=sandbox)
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_clocks_of_ranks_that_wait_for_nobody_go_on_in_turns(turns: int) -> None:
+    def program(num_steps: int) -> Program:
+        p = Program(2, {1: (0, 1)})
+        for step in range(num_steps):
+            p.step = step
+            p.compute(1, [50, 90][step % turns])
+            p.send(1, 1, 0, 0, 3)
+            p.wait(0, p.recv(1, 1, 0, 0, 3))
+        return p
+
+    _goes_on_as(program(6).graph(), program(13).graph(), sandbox=[0])
+
+
 def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int]) -> None:
     """The plan of a few steps must give the times of many, with the sandbox as it is and slower."""
     short, plan = contract(few, sandbox_ranks=sandbox), contract(many, sandbox_ranks=sandbox)

@@ -1,4 +1,4 @@
-"""Finds out whether the steps of a job come in kinds that take turns: with other data, or with more work every few steps.
+"""Finds out whether steps of a job come in kinds that take turns: with other data, or with more work every few steps.
 
 It looks at how long ranks compute and nowhere else; what follows for times is calibrate's and plan's.
 """

@@ -26,6 +26,8 @@ parser.add_argument("--width", type=int, default=64)
 parser.add_argument("--forward-ms", type=float, default=5.0, help="of a layer; backward takes twice as long")
 parser.add_argument("--jitter", type=float, default=0.0, help="standard deviation of a duration's logarithm")
 parser.add_argument("--imbalance", type=float, default=0.0, help="how much longer the last rank computes")
+parser.add_argument("--long-every", type=int, default=1, help="every so many steps one takes --long-factor as long")
+parser.add_argument("--long-factor", type=float, default=1.0)
 parser.add_argument("--wrap", choices=("fsdp2", "ddp"), default="fsdp2")
 
 
@@ -45,7 +47,8 @@ rank, size = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
 random.seed(f"{time.time_ns()} {rank}")  # another run, another jitter
 forward_ms = args.forward_ms * (1 + args.imbalance * rank / max(size - 1, 1))
-model = nn.Sequential(*(Layer(args.width, forward_ms) for _ in range(args.layers)))
+layers = [Layer(args.width, forward_ms) for _ in range(args.layers)]
+model = nn.Sequential(*layers)
 if args.wrap == "ddp":
     model = DistributedDataParallel(model, bucket_cap_mb=args.width**2 * 8 / 2**20)
 else:
@@ -54,7 +57,9 @@ else:
     fully_shard(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 data = torch.Generator().manual_seed(rank)
-for _ in range(args.steps):
+for step in range(args.steps):
+    for layer in layers:
+        layer.forward_ms = forward_ms * (args.long_factor if (step + 1) % args.long_every == 0 else 1.0)
     loss = model(torch.rand(4, args.width, generator=data)).square().mean()
     loss.backward()
     optimizer.step()

@@ -14,6 +14,7 @@ What is measured, by row of a slice (ABSENT where a row cannot say it):
 
 Rows of different steps belong together by (rank, structure of the step, position in the step): the structure is kind,
 operation, group, dtype, counts, peer, tag, and what each wait awaits; without the counts where that finds nothing.
+Of steps that take turns (`prism_sdk.graph.turns`) those of the same turn come first.
 Means are taken over the steps behind the warm-up; steps of a structure seen only during the warm-up use those. Means,
 not medians: durations are skewed to the right, and the medians of the units of a step add up to less than the step.
 What means lose in turn, the cost of variation, `prism_sdk.graph.prediction` puts back.
@@ -32,6 +33,7 @@ from prism_sdk.graph.errors import GraphError
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.statistics import mean_known
 from prism_sdk.graph.timing import Schedule, Timing, job_steps_ns, schedule, whole_steps
+from prism_sdk.graph.turns import turns_of
 from prismtrace import ABSENT, UnitKind
 
 __all__ = ["Calibration", "Key", "Measurement", "Samples", "collect_samples", "communications_of", "measure",
@@ -135,22 +137,23 @@ def _segments(graph: JobGraph) -> list[Segment]:
 
 
 Key = tuple[int, bytes]
-Structures = Mapping[Segment, tuple[Key, Key]]
+Structures = Mapping[Segment, tuple[Key, ...]]
 
 
 def structures_of(
-    graph: JobGraph, *, stands_for: Mapping[int, int] | None = None, of_communications: bool = False
+    graph: JobGraph, *, stands_for: Mapping[int, int] | None = None, of_communications: bool = False, turns: int = 1
 ) -> Structures:
     """For each step of each rank the keys of its samples: rank and digest, with the counts and without.
 
+    ``turns``: as `turns_of` has it; if there are several, the first key holds for steps of the same turn alone.
     ``stands_for``: by rank the one that was measured in its place; it is in the graph, with the same steps.
     ``of_communications``: steps are alike if their communications are, however they compute and wait between them.
     """
     relative = np.where(graph.awaited_row >= 0, np.arange(len(graph)) - graph.awaited_row, 0)
     plain = np.stack([*(graph.columns[name].astype(np.int64) for name in _STRUCTURE), relative], axis=1)
     counts = np.stack([graph.columns[name] for name in _COUNTS], axis=1)
-    result: dict[Segment, tuple[Key, Key]] = {}
-    by_place: dict[tuple[int, int], tuple[Key, Key]] = {}
+    result: dict[Segment, tuple[Key, ...]] = {}
+    by_place: dict[tuple[int, int], tuple[Key, ...]] = {}
     segments = _segments(graph)
     for segment in segments:
         rows = communications_of(graph, segment) if of_communications else slice(segment.begin, segment.end)
@@ -158,6 +161,9 @@ def structures_of(
         without = digest.digest()
         digest.update(counts[rows].tobytes())
         result[segment] = (segment.rank, digest.digest()), (segment.rank, without)
+        if turns > 1:
+            digest.update(b"turn %d" % (segment.step % turns))
+            result[segment] = (segment.rank, digest.digest()), *result[segment]
         begin = int(graph.offsets[graph.ranks.index(segment.rank)]) if stands_for else 0
         by_place[segment.rank, segment.begin - begin] = result[segment]
     for segment in segments if stands_for else ():
@@ -194,14 +200,19 @@ class Samples:
         means = {name: mean_known(np.stack([rows[i] for i in usable])) for name, rows in self.values.items()}
         return means, len(usable)
 
-    def one(self, place: float) -> dict[str, Int64Array]:
-        """The weights of the measured step at `place` (0 to 1) among them; ABSENT where it has none."""
+    def one(self, step_place: float, run_place: float) -> dict[str, Int64Array]:
+        """The weights of one measured step; ABSENT where it has none.
+
+        Both places are from 0 to 1: among the numbers of the measured steps, and among the runs that show that step.
+        """
         usable = [i for i, warm in enumerate(self.is_warm) if not warm] or list(range(len(self.is_warm)))
-        chosen = usable[int(place * len(usable))]
+        numbers = sorted({self.sources[i][1] for i in usable})
+        shown = [i for i in usable if self.sources[i][1] == numbers[int(step_place * len(numbers))]]
+        chosen = shown[int(run_place * len(shown))]
         return {name: rows[chosen] for name, rows in self.values.items()}
 
 
-def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[dict[Key, Samples], int]:
+def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int, turns: int) -> tuple[dict[Key, Samples], int]:
     """The measured steps of all slices by rank and structure, and how many values were clipped."""
     samples: dict[Key, Samples] = {}
     clipped = 0
@@ -209,7 +220,7 @@ def collect_samples(slices: Sequence[JobGraph], *, warmup_steps: int) -> tuple[d
         measurement = measure(graph)
         clipped += measurement.num_clipped
         first = int(graph.columns["step"].min()) if len(graph) else 0
-        for segment, keys in structures_of(graph).items():
+        for segment, keys in structures_of(graph, turns=turns).items():
             for key in keys:
                 samples.setdefault(key, Samples()).add(
                     measurement, segment, slice_index=slice_index, is_warm=segment.step < first + warmup_steps
@@ -272,8 +283,9 @@ def merge_slices(
         GraphError: no slice shows any step of the bare graph.
         MissingTimingError: a duration is in no slice and not in the bare graph.
     """
-    samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps)
-    structures = structures_of(bare_graph, stands_for=stands_for)
+    turns = turns_of(slice_graphs, warmup_steps=warmup_steps)
+    samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps, turns=turns)
+    structures = structures_of(bare_graph, stands_for=stands_for, turns=turns)
     return merge_samples(
         bare_graph, samples, clipped=clipped, default_transfer_ns=default_transfer_ns, structures=structures
     )
@@ -282,11 +294,11 @@ def merge_slices(
 def merge_samples(
     graph: JobGraph, samples: dict[Key, Samples], *, clipped: int,
     default_transfer_ns: int | Int64Array | None, drawn: dict[tuple[int, int], int] | None = None,
-    places: Callable[[int, int], float] | None = None, structures: Structures | None = None,
+    places: Callable[[int, int], tuple[float, float]] | None = None, structures: Structures | None = None,
 ) -> Calibration:  # fmt: skip
     """`merge_slices` of collected samples: the means of all or, by how often each was ``drawn``, of some steps.
 
-    With ``places``, a step has the weights of one measured step, at ``places(slice, step)`` from 0 to 1.
+    With ``places``, a step has the weights of one measured step, at ``places(slice, step)`` (`Samples.one`).
     ``structures`` are those of ``graph``, for whoever merges it again and again.
     """
     c = graph.columns
@@ -305,7 +317,7 @@ def merge_samples(
             found[name][segment.begin : segment.end] = means[name]
         if places is not None:
             entry = samples[key]
-            for name, values in entry.one(places(entry.sources[0][0], segment.step)).items():
+            for name, values in entry.one(*places(entry.sources[0][0], segment.step)).items():
                 rows = found[name][segment.begin : segment.end]
                 rows[:] = np.where(values == ABSENT, rows, values)
         num_samples[segment.begin : segment.end] = count

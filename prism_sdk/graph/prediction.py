@@ -4,9 +4,13 @@ It measures nothing; how weights get into a graph is prism_sdk.graph.calibrate's
 
 A collective starts when the last of its members arrives, and the mean latest arrival is later than the latest mean
 arrival (E[max X] >= max E[X]): a timeline of means is too short, the more so the more ranks meet. So the prediction is
-the mean over *draws*: in each, every step of the ranks of one slice has the weights of one whole measured step, so that
-units of a step and ranks that ran side by side keep their correlation, while slices vary independently. Transfers
-between slices have no measured step; they are what the caller gives.
+the mean over *draws*: in each, every step of the job has the weights of one whole measured step, of the same number in
+all slices, so that units of a step and ranks that ran side by side keep their correlation, and a step that takes longer
+by what the program does in it takes longer for all ranks. What a slice happens to take is independent of the others,
+which ran at other times. Transfers between slices have no measured step; they are what the caller gives.
+
+Where kinds of steps take turns (`prism_sdk.graph.turns`), a step has the weights of its own kind, and the means are
+those of whole rounds of turns.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from prism_sdk.graph.calibrate import (
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.statistics import Interval, percentile_interval
 from prism_sdk.graph.timing import Schedule
+from prism_sdk.graph.turns import turns_of
 
 __all__ = ["Prediction", "predict_step_time"]
 
@@ -41,7 +46,7 @@ class Prediction:
 
     interval: Interval
     calibration: Calibration
-    """Of all draws the one whose mean step and last step are nearest to their means over all draws."""
+    """Of all draws the one whose mean step and last steps (one of each kind) are nearest to their means over all."""
     means: Calibration
     """The timeline of means, which depends on no draw: what passes are compared by."""
 
@@ -67,8 +72,9 @@ def predict_step_time(
     Raises:
         GraphError, MissingTimingError: as `merge_slices`.
     """
-    samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps)
-    structures = structures_of(bare_graph, stands_for=stands_for)
+    turns = turns_of(slice_graphs, warmup_steps=warmup_steps)
+    samples, clipped = collect_samples(slice_graphs, warmup_steps=warmup_steps, turns=turns)
+    structures = structures_of(bare_graph, stands_for=stands_for, turns=turns)
     generator = np.random.default_rng(seed)
 
     def merged(places: _Places | None = None, drawn: dict[tuple[int, int], int] | None = None) -> Calibration:
@@ -78,13 +84,13 @@ def predict_step_time(
         )  # fmt: skip
 
     seeds = generator.integers(0, 2**63, size=max(num_draws, 1)).tolist()
-    found = np.array([_mean_and_last_ns(merged(_Places(one)).timeline) for one in seeds])
+    found = np.array([_mean_and_lasts_ns(merged(_Places(one)).timeline, turns) for one in seeds])
     typical = int(np.square(found / np.maximum(found.mean(axis=0), 1.0) - 1.0).sum(axis=1).argmin())
     estimate = float(found[:, 0].mean())
 
     steps = _measured_steps(samples)
     resampled = np.array([
-        step_time_ns(merged(drawn=_resample(steps, generator)).timeline) for _ in range(num_resamples)
+        _mean_and_lasts_ns(merged(drawn=_resample(steps, generator)).timeline, turns)[0] for _ in range(num_resamples)
     ])  # fmt: skip
     interval = percentile_interval(
         resampled * (estimate / max(resampled.mean(), 1.0)), estimate=estimate, confidence=confidence,
@@ -94,23 +100,30 @@ def predict_step_time(
 
 
 class _Places:
-    """A random number for each step of each slice, the same whenever it is asked for."""
+    """Random numbers for the steps of slices, the same whenever they are asked for: which step, and of which run."""
 
     def __init__(self, seed: int) -> None:
         self._generator = np.random.default_rng(seed)
-        self._known: dict[tuple[int, int], float] = {}
+        self._steps: dict[int, float] = {}
+        self._runs: dict[tuple[int, int], float] = {}
 
-    def at(self, slice_index: int, step: int) -> float:
-        key = (slice_index, step)
-        if key not in self._known:
-            self._known[key] = self._generator.random()
-        return self._known[key]
+    def at(self, slice_index: int, step: int) -> tuple[float, float]:
+        if step not in self._steps:
+            self._steps[step] = self._generator.random()
+        if (slice_index, step) not in self._runs:
+            self._runs[slice_index, step] = self._generator.random()
+        return self._steps[step], self._runs[slice_index, step]
 
 
-def _mean_and_last_ns(timeline: Schedule) -> tuple[float, float]:
-    """The mean step time, and that of the last whole step: an emulation goes on like it beyond the recorded steps."""
-    mean, times = step_time_ns(timeline), whole_steps_ns(timeline)
-    return mean, float(times[-1]) if len(times) else mean
+def _mean_and_lasts_ns(timeline: Schedule, turns: int) -> list[float]:
+    """The mean step time, and those of the last whole steps: an emulation goes on like them beyond the recorded steps.
+
+    The mean is over as many whole rounds of ``turns`` steps as there are.
+    """
+    times = whole_steps_ns(timeline)
+    if len(times) < turns:
+        return [step_time_ns(timeline)] * 2
+    return [float(times[len(times) % turns :].mean()), *times[-turns:].tolist()]
 
 
 def _measured_steps(samples: dict[tuple[int, bytes], Samples]) -> dict[int, list[int]]:

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from prism_sdk.abc import Assistance, AssistContext, ReplayBackend
 from prism_sdk.errors import TraceMismatchError, UnreadableError, UsageError
 from prism_sdk.graph.contract import contract
@@ -26,6 +24,7 @@ from prism_sdk.graph.folding import folded_graph
 from prism_sdk.graph.job import JobGraph
 from prism_sdk.graph.rounds import steps_per_round
 from prism_sdk.graph.timing import Timing
+from prism_sdk.graph.turns import turns_of
 from prism_sdk.interop.options import at_least
 from prism_sdk.runtime.config import DEFAULT_BACKEND, LaunchConfig, LaunchMode, LaunchResult
 from prism_sdk.runtime.cpus import sandbox_cpus
@@ -259,11 +258,12 @@ def _prepare(
             )
         if reader.graph_kind is not GraphKind.CALIBRATED and times is None:
             report(f"{graph_path} is {reader.graph_kind.name.lower()}, not calibrated: values are right, times are not")
-        num_repeated = _steps_per_round(scripts, reader, times)
+    graph = boundary_graph(times or graph_path, sandbox)
+    kinds = list(zip(*(script.kinds() for script in scripts.values()), strict=False))
+    num_repeated = steps_per_round(kinds, turns=turns_of([graph]))
     scripts = {rank: script.repeating(num_repeated) for rank, script in scripts.items()}
     if num_repeated > 1:
         report(f"steps are of several kinds: those beyond the recording repeat the last {num_repeated} ones")
-    graph = boundary_graph(times or graph_path, sandbox)
     if len(graph.ranks) < graph.world_size:
         report(f"{graph.world_size:,} ranks are planned by {len(graph.ranks)} that differ")
     timing = Timing.from_graph(graph, default_transfer_ns=_DEFAULT_TRANSFER_NS)
@@ -290,16 +290,6 @@ def _prepare(
         times=times,
     )  # fmt: skip
     return scripts, facts
-
-
-def _steps_per_round(scripts: Mapping[int, Script], reader: TraceReader, times: Path | None) -> int:
-    """How many of the last steps stand for those beyond the recording, for all sandbox ranks alike."""
-    kinds = list(zip(*(script.kinds() for script in scripts.values()), strict=False))
-    with TraceReader(times) if times else contextlib.nullcontext(reader) as timed:
-        ends = timed.steps(min(scripts), columns=["end_ns"]).end_ns
-        is_timed = bool(times) or timed.graph_kind is GraphKind.CALIBRATED
-    is_timed &= len(ends) == len(kinds)
-    return steps_per_round(kinds, np.diff(ends, prepend=0).tolist() if is_timed else ())
 
 
 def _stood_for(reader: TraceReader, sandbox: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -248,6 +248,37 @@ def test_ranks_of_one_slice_vary_together() -> None:
     )
 
 
+def _in_turns(lengths: list[int], num_steps: int, *, num_ranks: int, jitter: int = 200) -> dict[int, list[int]]:
+    """Steps of kinds in turns, the first one with the start of libraries; every rank varies by itself, too."""
+    rng = np.random.default_rng(num_steps)
+    kinds = [lengths[step % len(lengths)] + (30_000 if step == 0 else 0) for step in range(num_steps)]
+    return {rank: (kinds + rng.integers(-jitter, jitter, num_steps)).tolist() for rank in range(num_ranks)}
+
+
+@pytest.mark.parametrize("lengths", [[10_000, 30_000], [10_000, 10_000, 10_000, 40_000]])
+def test_kinds_of_steps_in_turns_have_times_of_their_own(lengths: list[int]) -> None:
+    """All ranks have the long steps at once: none waits for another's, as if each had long steps when it liked."""
+    turns = len(lengths)
+    runs = [schedule(_steps(_in_turns(lengths, n, num_ranks=6)).graph()) for n in (4 * turns + 2, 4 * turns + 3)]
+    graph = runs[0].graph
+    slices = [_observed(run, ranks=[rank, rank + 1]) for run in runs for rank in (0, 2, 4)]
+    prediction = predict_step_time(graph, slices, num_draws=40, num_resamples=20)
+    whole_round = np.mean(whole_steps_ns(runs[0])[1:])
+    assert prediction.interval.estimate == pytest.approx(whole_round, rel=0.01)
+    assert prediction.interval.high - prediction.interval.low < 0.02 * whole_round
+    for timeline in (prediction.calibration.timeline, prediction.means.timeline):
+        np.testing.assert_allclose(whole_steps_ns(timeline), whole_steps_ns(runs[0]), rtol=0.05)
+
+
+def test_steps_that_differ_without_turns_differ_for_all_ranks_at_once() -> None:
+    """Lengths of sequences, say, which are drawn once for all ranks."""
+    lengths = np.random.default_rng(5).integers(5_000, 40_000, 40).tolist()
+    run = schedule(_steps(_in_turns(lengths, 40, num_ranks=6)).graph())
+    slices = [_observed(run, ranks=[rank]) for rank in range(6)]
+    prediction = predict_step_time(run.graph, slices, num_draws=60, num_resamples=5)
+    assert prediction.interval.estimate == pytest.approx(step_time_ns(run), rel=0.06)
+
+
 def test_timing_of_the_wrong_size_is_an_error() -> None:
     graph = _steps({0: [1], 1: [1]}).graph()
     empty = np.zeros(0, dtype=np.int64)

@@ -226,6 +226,20 @@ def test_steps_of_several_kinds_in_turns(num_kinds: int, more: int, sandbox: lis
     _goes_on_as(few, many, sandbox=sandbox, steps_per_round=num_kinds)
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_clocks_of_ranks_that_wait_for_nobody_go_on_in_turns(turns: int) -> None:
+    def program(num_steps: int) -> Program:
+        p = Program(2, {1: (0, 1)})
+        for step in range(num_steps):
+            p.step = step
+            p.compute(1, [50, 90][step % turns])
+            p.send(1, 1, 0, 0, 3)
+            p.wait(0, p.recv(1, 1, 0, 0, 3))
+        return p
+
+    _goes_on_as(program(6).graph(), program(13).graph(), sandbox=[0], steps_per_round=turns)
+
+
 def _goes_on_as(few: JobGraph, many: JobGraph, *, sandbox: list[int], steps_per_round: int = 1) -> None:
     """The plan of a few steps must give the times of many, with the sandbox as it is and slower."""
     short = contract(few, sandbox_ranks=sandbox, steps_per_round=steps_per_round)

@@ -7,8 +7,12 @@ values.
 from __future__ import annotations
 
 from prism_sdk.errors import BeyondRecordingError, TraceMismatchError
+from prism_sdk.graph.plan import Stream
 from prism_sdk.runtime.calls import Call
 from prism_sdk.runtime.manifest import Expected, Script
+
+Place = tuple[Stream, int, int]
+"""An operation in a plan: its stream, its number there, and by how many rounds it lies beyond the recording."""
 
 
 class Cursor:
@@ -20,9 +24,9 @@ class Cursor:
         self._file = file
         self._position = 0
         self.rounds = 0  # how often it went back to the beginning of the round
-        self.stand_ins: list[tuple[Expected, int, Expected, int]] = []
-        """(met, its rounds, what it stands for, the rounds of that), not told to the engine yet."""
-        self._num_skipped = 0  # recorded operations of whole steps that the program did not come to
+        self.stand_ins: list[tuple[Place, Place]] = []
+        """Of operations that were met, and what they stand for as well; not told to the engine yet."""
+        self._num_skipped = 0  # recorded operations that the program left out where it ended
         self._num_resized = 0  # all-to-alls of other sizes than recorded
         self._first_resized = ""
 
@@ -87,7 +91,7 @@ class Cursor:
             self.rounds += 1
             for ordinal in range(behind):
                 met = script.expected[script.round_end + ordinal]
-                self.stand_ins.append((met, 0, script.expected[script.round_begin + ordinal], self.rounds))
+                self._let_stand_in(met, 0, script.expected[script.round_begin + ordinal], self.rounds)
 
     def _leave(self, call: Call) -> bool:
         """A program may end after any step: whether `call` is among what ended the recorded job.
@@ -100,7 +104,7 @@ class Cursor:
         begin = self._step_begin(at)
         num_begun = at - begin
         pairs = zip(expected[begin:at], expected[end : end + num_begun], strict=False)
-        if begin == 0 or any(one.kind() != other.kind() for one, other in pairs):
+        if not (begin or self.rounds) or any(one.kind() != other.kind() for one, other in pairs):
             return False
         place = next((i for i in range(end + num_begun, len(expected)) if self._meets(i, call)), None)
         if place is None:
@@ -108,10 +112,15 @@ class Cursor:
         last = next((one for one in reversed(expected[:at]) if one.stream is not None), None)
         if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
             left_out = expected[end if self.rounds else at : place]
-            self.stand_ins += [(last, self.shift_of(last), one, 0) for one in left_out]
-        self._num_skipped += end - at
+            for one in left_out:
+                self._let_stand_in(last, self.shift_of(last), one, 0)
+        self._num_skipped += place - at
         self._position = place
         return True
+
+    def _let_stand_in(self, met: Expected, met_rounds: int, meant: Expected, rounds: int) -> None:
+        if met.stream is not None and meant.stream is not None:
+            self.stand_ins.append(((met.stream, met.seq, met_rounds), (meant.stream, meant.seq, rounds)))
 
     def _step_begin(self, at: int) -> int:
         """Where the step begins of which the operation before `at` is a part; `at` itself where a step ends there."""

@@ -134,13 +134,10 @@ class EmulateSeam(Seam):
     def issue(self, call: Call) -> Any:
         posted, seq, unit, one, moved = self.begin(call)
         while self.cursor.stand_ins:
-            met, met_rounds, meant, rounds = self.cursor.stand_ins.pop()
-            if met.stream is not None and meant.stream is not None:
-                of_met = self.engine.handle(met.stream, met.seq, shift=met_rounds)
-                of_meant = self.engine.handle(meant.stream, meant.seq, shift=rounds)
-                self.engine.stand_in(of_met, of_meant)
-                if self.held is not None:
-                    self.held.stand_in(self.engine.row(*of_met), of_meant)
+            met, meant = (self.engine.handle(stream, seq, shift=n) for stream, seq, n in self.cursor.stand_ins.pop())
+            self.engine.stand_in(met, meant)
+            if self.held is not None:
+                self.held.stand_in(self.engine.row(*met), meant)
         is_any = call.is_p2p and call.peer is None
         if is_any:
             call.peer = call.group.ranks.index(one.peer or 0)

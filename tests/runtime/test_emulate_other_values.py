@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prismtrace import TraceReader
+from prismtrace import Op, TraceReader
 from tests.runtime.laboratory import Laboratory
 
 pytest.importorskip("torch")
@@ -159,3 +159,42 @@ def test_a_step_beyond_the_recording_that_differs_in_the_middle_is_named(lab: La
     ended, _ = lab.emulate(graph, program(lab, EVALUATES, "8", "2"), "0")
     assert ended.code == 1
     assert "steps beyond the recording repeat the last recorded one" in ended.err, ended.err
+
+
+@pytest.mark.parametrize(
+    ("steps", "sandbox", "backend"),
+    [
+        (12, "0", "local"),
+        (9, "1", "local"),
+        (9, "0,2", "local"),
+        (12, "0,2", "gloo"),
+        (9, "1", "gloo"),
+        (7, "3", "gloo"),
+    ],
+)
+def test_evaluations_that_come_regularly_go_on_beyond_the_recording(
+    lab: Laboratory, steps: int, sandbox: str, backend: str
+) -> None:
+    """The job may end behind an evaluation, as it did when it was recorded, or between two."""
+    graph = lab.graph(program(lab, EVALUATES, "6", "2"))
+    ended, output = lab.emulate(graph, program(lab, EVALUATES, str(steps), "2"), sandbox, "--backend", backend)
+    assert ended.code == 0, ended.err
+    assert "repeat the last 2 ones" in ended.err and "ended before the graph does" not in ended.err
+    with TraceReader(output) as reader:
+        assert len(reader.steps(int(sandbox[0]))) == steps
+        table = reader.units(int(sandbox[0]))
+        assert (table.op == Op.ALL_GATHER).sum() == steps // 2
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize(("sandbox", "backend"), [("0", "local"), ("1,2", "local"), ("0", "gloo")])
+def test_a_program_of_fewer_steps_ends_as_the_recorded_job_did(
+    lab: Laboratory, steps: int, sandbox: str, backend: str
+) -> None:
+    graph = lab.graph(program(lab, EVALUATES, "6", "2"))
+    ended, output = lab.emulate(graph, program(lab, EVALUATES, str(steps), "2"), sandbox, "--backend", backend)
+    assert ended.code == 0, ended.err
+    num_left = 16 - 2 * steps - steps // 2 - 1
+    assert f"{num_left} of its 16 recorded operations were not reached" in ended.err, ended.err
+    with TraceReader(output) as reader:
+        assert (reader.units(int(sandbox[0])).op == Op.BARRIER).sum() == 1

@@ -257,3 +257,19 @@ def test_a_call_that_takes_all_of_its_time_begins_when_the_others_arrive(
             assert abs(clock - due) <= 1_000
         ended = due
     assert not releaser.num_open
+
+
+def test_what_a_rank_leaves_out_has_the_post_of_an_operation_rounds_beyond(shared: Shared) -> None:
+    program = Program(2, {1: (0, 1)})
+    for step in range(4):  # the last one is the end of the job
+        program.step = step
+        for rank, unit in program.collective(1, lambda _: 400_000).items():
+            program.wait(rank, unit)
+    plan = contract(program.graph(), sandbox_ranks=[0], last_step=2)
+    shared.rank.origin_ns = 1
+    releaser = Releaser(shared.other, BoundaryEngine(plan, 0, None), clock=lambda: 60_000_000)
+    last, end = (2, 4), (3, 0)
+    shared.rank.append(fields.HOST_POST, last, posted_ns=50_000_000)
+    shared.rank.append(fields.STAND_IN, end, posted_ns=releaser.engine.row(*last))
+    releaser.look()
+    assert releaser.engine.completion(end) == 50_400_000

@@ -280,7 +280,7 @@ def test_each_message_of_a_step_has_its_own_first_value(limit_bytes: int, read: 
     found: list[list[float]] = []
     for step in range(3):  # the recording has two
         one.step = min(step, 1)
-        seam.cursor = SimpleNamespace(shift_of=lambda one, rounds=step - one.step: rounds)
+        seam.cursor = SimpleNamespace(step_of=lambda one, step=step: step)
         outputs = [torch.full((LARGE // 4, 4), -1.0) for _ in range(3)]
         for number, output in enumerate(outputs):
             one.first_item = 3 * step + number

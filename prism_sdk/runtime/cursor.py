@@ -26,7 +26,8 @@ class Cursor:
         self.rounds = 0  # how often it went back to the beginning of the round
         self.stand_ins: list[tuple[Place, Place]] = []
         """Of operations that were met, and what they stand for as well; not told to the engine yet."""
-        self._num_skipped = 0  # recorded operations that the program left out where it ended
+        self._left: TraceMismatchError | None = None  # where it was taken to end: what is wrong if it goes on
+        self._num_skipped = 0  # recorded operations that it left out there
         self._num_resized = 0  # all-to-alls of other sizes than recorded
         self._first_resized = ""
 
@@ -34,8 +35,8 @@ class Cursor:
         """The expectation that `call` in `step` meets, and by how many payloads its own have moved on."""
         script = self.script
         self._go_round(call)
-        if not self._meets(self._position, call) and not self._leave(call):
-            raise self._mismatch(call, step)
+        if not self._meets(self._position, call):
+            self._leave(call, self._mismatch(call, step))
         one = script.expected[self._position]
         self._position += 1
         if call.splits_in is not None and _sizes(call) != (one.num_elements_in, one.num_elements_out):
@@ -82,7 +83,7 @@ class Cursor:
         """
         script = self.script
         behind = self._position - script.round_end
-        if behind < 0 or script.round_begin == script.round_end:
+        if behind < 0 or script.round_begin == script.round_end or self._left is not None:
             return
         if self._meets(self._position, call) and not (self.rounds and behind == 0):
             return
@@ -93,44 +94,29 @@ class Cursor:
                 met = script.expected[script.round_end + ordinal]
                 self._let_stand_in(met, 0, script.expected[script.round_begin + ordinal], self.rounds)
 
-    def _leave(self, call: Call) -> bool:
-        """A program may end after any step: whether `call` is among what ended the recorded job.
+    def _leave(self, call: Call, error: TraceMismatchError) -> None:
+        """A program may end after any step; what ends it may look like the beginning of the next one.
 
-        That may begin as a step does, which was begun then.
+        So a call that is not what comes next may be one of those that ended the recorded job: go on there.
+
+        Raises:
+            TraceMismatchError: ``error``, if it is none; if the program goes on after all, that of where it did not.
         """
         expected, at, end = self.script.expected, self._position, self.script.round_end
-        if not 0 < at < end:
-            return False
-        begin = self._step_begin(at)
-        num_begun = at - begin
-        pairs = zip(expected[begin:at], expected[end : end + num_begun], strict=False)
-        if not (begin or self.rounds) or any(one.kind() != other.kind() for one, other in pairs):
-            return False
-        place = next((i for i in range(end + num_begun, len(expected)) if self._meets(i, call)), None)
-        if place is None:
-            return False
+        self._left = self._left or error
+        place = next((i for i in range(max(at, end), len(expected)) if self._meets(i, call)), None)
+        if not at or place is None:
+            raise self._left
         last = next((one for one in reversed(expected[:at]) if one.stream is not None), None)
-        if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
-            left_out = expected[end if self.rounds else at : place]
-            for one in left_out:
+        for one in expected[max(at, end) if self.rounds else at : place]:
+            if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
                 self._let_stand_in(last, self.shift_of(last), one, 0)
         self._num_skipped += place - at
         self._position = place
-        return True
 
     def _let_stand_in(self, met: Expected, met_rounds: int, meant: Expected, rounds: int) -> None:
         if met.stream is not None and meant.stream is not None:
             self.stand_ins.append(((met.stream, met.seq, met_rounds), (meant.stream, meant.seq, rounds)))
-
-    def _step_begin(self, at: int) -> int:
-        """Where the step begins of which the operation before `at` is a part; `at` itself where a step ends there."""
-        expected = self.script.expected
-        step = expected[at - 1].step
-        if expected[at].step != step:
-            return at
-        while at and expected[at - 1].step == step:
-            at -= 1
-        return at
 
     def resized(self) -> dict[str, object]:
         """For the metadata: how many all-to-alls had other sizes than recorded, and the first of them."""

@@ -80,6 +80,8 @@ EVALUATES = """
         if every and step % every == every - 1:
             dist.all_gather([torch.zeros(3) for _ in range(dist.get_world_size())], torch.ones(3))
     dist.barrier()
+    if len(sys.argv) > 3:
+        dist.all_reduce(torch.ones(16))
     dist.destroy_process_group()
 """
 
@@ -162,21 +164,20 @@ def test_a_step_beyond_the_recording_that_differs_in_the_middle_is_named(lab: La
 
 
 @pytest.mark.parametrize(
-    ("steps", "sandbox", "backend"),
+    ("recorded", "steps", "sandbox", "backend"),
     [
-        (12, "0", "local"),
-        (9, "1", "local"),
-        (9, "0,2", "local"),
-        (12, "0,2", "gloo"),
-        (9, "1", "gloo"),
-        (7, "3", "gloo"),
+        (6, 12, "0", "local"),  # an evaluation ends the job, as it ended the recorded one
+        (6, 9, "1", "local"),  # none does
+        (6, 9, "0,2", "local"),
+        (6, 12, "0,2", "gloo"),
+        (7, 10, "1", "gloo"),  # one does, which looks like the beginning of a step that does not come
+        (7, 10, "0,2", "local"),
     ],
 )
 def test_evaluations_that_come_regularly_go_on_beyond_the_recording(
-    lab: Laboratory, steps: int, sandbox: str, backend: str
+    lab: Laboratory, recorded: int, steps: int, sandbox: str, backend: str
 ) -> None:
-    """The job may end behind an evaluation, as it did when it was recorded, or between two."""
-    graph = lab.graph(program(lab, EVALUATES, "6", "2"))
+    graph = lab.graph(program(lab, EVALUATES, str(recorded), "2"))
     ended, output = lab.emulate(graph, program(lab, EVALUATES, str(steps), "2"), sandbox, "--backend", backend)
     assert ended.code == 0, ended.err
     assert "repeat the last 2 ones" in ended.err and "ended before the graph does" not in ended.err
@@ -198,3 +199,14 @@ def test_a_program_of_fewer_steps_ends_as_the_recorded_job_did(
     assert f"{num_left} of its 16 recorded operations were not reached" in ended.err, ended.err
     with TraceReader(output) as reader:
         assert (reader.units(int(sandbox[0])).op == Op.BARRIER).sum() == 1
+
+
+def test_a_program_that_goes_on_had_not_ended(lab: Laboratory) -> None:
+    """Fewer steps than recorded, and something behind the barrier that ended the job."""
+    graph = lab.graph(program(lab, EVALUATES, "6", "2"))
+    ended, _ = lab.emulate(graph, program(lab, EVALUATES, "3", "2", "more"), "0")
+    assert ended.code == 1
+    found = re.search(r"first difference at rank 0, unit (\d+): the graph has (.*), the program did barrier", ended.err)
+    assert found is not None and found[2].startswith("all_reduce sum of 16 to 16 elements"), ended.err
+    with TraceReader(graph) as reader:
+        assert reader.units(0).step[int(found[1])] == 3

@@ -17,7 +17,15 @@ from typing import Any, Final
 
 from prism_sdk.abc import ConversionReport, TraceExporter, TraceImporter
 from prism_sdk.damage import damage_of
-from prism_sdk.errors import OutputError, OutputExistsError, PrismError, UnknownFormatError, UnreadableError, UsageError
+from prism_sdk.errors import (
+    OutputError,
+    OutputExistsError,
+    PrismError,
+    UnknownFormatError,
+    UnknownNameError,
+    UnreadableError,
+    UsageError,
+)
 from prism_sdk.plugins import PluginManager
 from prism_sdk.writing import file_in_path
 
@@ -158,9 +166,20 @@ def to_install(manager: PluginManager) -> str:
     return "; ".join([*(["to install: " + ", ".join(missing)] if missing else []), *broken])
 
 
+@contextmanager
+def _with_advice(manager: PluginManager) -> Iterator[None]:
+    """Adds to the error for an unknown name which plugin may have it."""
+    try:
+        yield
+    except UnknownNameError as error:
+        error.hint = "\n  ".join(part for part in (error.hint, to_install(manager)) if part)
+        raise
+
+
 def _choose_importer(manager: PluginManager, heads: Mapping[Path, bytes], name: str | None) -> TraceImporter:
     if name is not None:
-        return manager.importer(name)
+        with _with_advice(manager):
+            return manager.importer(name)
     known = manager.importers()
     chosen: dict[Path, list[str]] = {}
     for source, head in heads.items():
@@ -196,7 +215,8 @@ def _recognises(importer: TraceImporter, source: Path, head: bytes) -> bool:
 
 def _choose_exporter(manager: PluginManager, output: Path, name: str | None) -> TraceExporter:
     if name is not None:
-        return manager.exporter(name)
+        with _with_advice(manager):
+            return manager.exporter(name)
     known = manager.exporters()
     endings = [(suffix, found) for found, item in known.items() for suffix in item.suffixes]
     matches = [(len(suffix), found) for suffix, found in endings if output.name.endswith(suffix)]

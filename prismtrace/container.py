@@ -105,6 +105,7 @@ PACKED: Final = {
     b"\x28\xb5\x2f\xfd": ("zstd", "zstd -d"),
     b"BZh": ("bzip2", "bzip2 -d"),
     b"\xfd7zXZ": ("xz", "xz -d"),
+    b"\x04\x22\x4d\x18": ("lz4", "lz4 -d"),
 }
 """How packed files begin -> what packed them, and the command that unpacks them."""
 
@@ -120,12 +121,13 @@ def check_magic(raw: bytes, *, path: str) -> None:
             raise TraceVersionError(message, path=path, offset=5)
         return
     if MAGIC.startswith(raw):
-        raise TraceUnfinishedError("shorter than the magic bytes", path=path, offset=0)
+        message = "shorter than the magic bytes" if raw else "the file is empty"
+        raise TraceUnfinishedError(message, path=path, offset=0)
     for begins, (what, command) in PACKED.items():
         if raw.startswith(begins):
             message = f"not a PrismTrace file, but {what}: unpack it first ({command})"
             raise TraceFormatError(message, path=path, offset=0)
-    raise TraceFormatError("not a PrismTrace file", path=path, offset=0)
+    raise TraceFormatError("not a PrismTrace file (`prism convert` reads other formats)", path=path, offset=0)
 
 
 def pack_trailer(footer_offset: int, footer_length: int) -> bytes:

@@ -170,7 +170,8 @@ def load_job(
         raise UsageError(f"{reader.path} has no rank {unknown[0]}", hint=f"it has {len(reader.ranks)} ranks")
     with_units = [rank for rank in chosen if reader.num_units(rank)]
     if not with_units:
-        raise UsageError(f"{reader.path} has no units: there is nothing to analyse")
+        hint = "it is unfinished: it ends before the first unit" if reader.unfinished else None
+        raise UsageError(f"{reader.path} has no units: there is nothing to analyse", hint=hint)
     if reader.unfinished:
         notes.append("the file is unfinished: what was written before the end is analysed")
     if reader.graph_kind is GraphKind.BARE:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from prism_sdk import conversion
 from prism_sdk.cli.main import run
 from prism_sdk.conversion import KNOWN_PLUGINS, to_install
+from prism_sdk.errors import UnknownNameError
 from prism_sdk.plugins import PluginManager
 from prism_sdk.testing.scripted import write_trace
 from prismtrace import GraphKind, TraceReader
@@ -212,6 +214,16 @@ def test_a_failing_exporter_leaves_nothing(tmp_path: Path, plugin: str, capsys: 
 def test_what_to_install_is_said_where_nothing_is() -> None:
     text = to_install(PluginManager(installed=False))
     assert all(name in text for name in KNOWN_PLUGINS)
+
+
+def test_a_format_by_name_says_what_to_install(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "a.prism", kind=GraphKind.BARE, world_size=1, ranks=[0], num_steps=1, step_ns=None)
+    manager = PluginManager(installed=False)
+    with pytest.raises(UnknownNameError, match="prismtrace-perfetto for"):
+        conversion.convert(manager, [trace], output=tmp_path / "x", exporter="perfetto", report=print)
+    profile = source(tmp_path / "profile.json", "{}")
+    with pytest.raises(UnknownNameError, match="prismtrace-kineto for"):
+        conversion.convert(manager, [profile], output=tmp_path / "x.prism", importer="kineto", report=print)
 
 
 def test_the_plugins_of_this_repository_are_known() -> None:

@@ -208,6 +208,18 @@ def test_a_packed_trace_is_called_by_its_name(
     assert "unpack it first" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [(b"", "the file is empty"), (b"\x04\x22\x4d\x18rest", "lz4 -d"), (b'{"traceEvents": []}', "`prism convert`")],
+)
+def test_a_file_that_is_no_trace_says_what_to_do(
+    contents: bytes, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x.prism").write_bytes(contents)
+    assert run(["info", str(tmp_path / "x.prism")]) == 3
+    assert words in capsys.readouterr().err
+
+
 def test_little_is_imported_before_somebody_listens_for_ctrl_c() -> None:
     program = "import sys\nbefore = set(sys.modules)\nimport prism_sdk.cli.entry\nprint(*set(sys.modules) - before)"
     words = [sys.executable, "-S", "-c", program]  # site may have imported more already

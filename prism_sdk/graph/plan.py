@@ -148,7 +148,8 @@ class BoundaryPlan:
     @property
     def round_name(self) -> str:
         """The steps that stand for later ones, for messages."""
-        return name_round(self.last_step, self.steps_per_round)
+        one = self.steps_per_round == 1
+        return f"the last recorded step {self.last_step}" if one else f"the last {self.steps_per_round} recorded steps"
 
     def terms(self, index: int, *, shift: int = 0) -> tuple[Term, ...]:
         """The terms of an operation, as recorded or (``shift`` > 0, operations of a round only) some rounds later."""
@@ -302,11 +303,6 @@ class BoundaryPlan:
                        steps_per_round=header["steps_per_round"], **arrays)  # fmt: skip
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableError(name, reason=str(error)) from error
-
-
-def name_round(last_step: int, num_steps: int) -> str:
-    """The steps that stand for those beyond a recording, for messages."""
-    return f"the last recorded step {last_step}" if num_steps == 1 else f"the last {num_steps} recorded steps"
 
 
 def _name(stream: Stream) -> str:

@@ -351,10 +351,10 @@ class BeyondRecordingError(TraceMismatchError):
     ) -> None:  # fmt: skip
         super().__init__(rank, unit_index=unit_index, expected=expected, found=found, file=file)
         where = "" if unit_index is None else f", unit {unit_index} of the graph"
-        repeated, it = ("one", "it") if num_repeated == 1 else (f"{num_repeated} ones", "them")
+        repeated, it = ("recorded one", "it") if num_repeated == 1 else (f"{num_repeated} recorded ones", "them")
         self.message = (
             f"step {step} of rank {rank} is not in the graph {file}, which ends with step {last_step}; steps "
-            f"beyond the recording repeat the last recorded {repeated}, and here the program departs from {it}: step "
+            f"beyond the recording repeat the last {repeated}, and here the program departs from {it}: step "
             f"{repeated_step} has {expected}{where}, the program did {found}"
         )
         self.hint = (

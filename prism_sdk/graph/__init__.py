@@ -7,7 +7,7 @@ A map for newcomers, in the order of dependence:
     errors, statistics   what can be wrong with a graph; means and intervals
     job, matching        JobGraph: columns of all ranks, communication joined into events
     timing               schedule(): when every unit starts and ends (the timing model is written there)
-    turns                turns_of(): after how many steps the same kind of step comes again
+    turns, rounds        after how many steps the same kind of step comes again: by times, and by what steps do
     plan, contract       BoundaryPlan: when virtual ranks arrive, without running them
                          (contract() is not exported here: it would hide its module)
     shares               shared_anew(): what is a rank's in a group of another size

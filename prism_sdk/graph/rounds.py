@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+__all__ = ["steps_per_round"]
+
 
 def steps_per_round(kinds: Sequence[Hashable], *, turns: int = 1) -> int:
     """How many of the last steps stand for those beyond; 1 where nothing says that steps repeat otherwise.
@@ -31,4 +33,3 @@ def _num_alike(kinds: Sequence[Hashable], period: int) -> int:
         at -= 1
     found = len(kinds) - 1 - at + period
     return found if found >= 2 * period or period == 1 else 0
-

@@ -107,9 +107,10 @@ class Cursor:
         place = next((i for i in range(max(at, end), len(expected)) if self._meets(i, call)), None)
         if not at or place is None:
             raise self._left
+        left_out = expected[max(at, end) if self.rounds else at : place]
         last = next((one for one in reversed(expected[:at]) if one.stream is not None), None)
-        for one in expected[max(at, end) if self.rounds else at : place]:
-            if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
+        if last is not None:  # the end waits for what was recorded before it, also for what this rank leaves out
+            for one in left_out:
                 self._let_stand_in(last, self.shift_of(last), one, 0)
         self._num_skipped += place - at
         self._position = place

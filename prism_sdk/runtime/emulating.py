@@ -261,7 +261,8 @@ def _prepare(
     graph = boundary_graph(times or graph_path, sandbox)
     kinds = list(zip(*(script.kinds() for script in scripts.values()), strict=False))
     num_repeated = steps_per_round(kinds, turns=turns_of([graph]))
-    scripts = {rank: script.repeating(num_repeated) for rank, script in scripts.items()}
+    if num_repeated > 1:
+        scripts = {rank: script.repeating(num_repeated) for rank, script in scripts.items()}
     if num_repeated > 1 and times is None:
         report(f"steps are of several kinds: those beyond the recording repeat the last {num_repeated} ones")
     if len(graph.ranks) < graph.world_size:
